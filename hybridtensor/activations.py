@@ -5,7 +5,6 @@ they return for the layers that read it.
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,7 @@ from hybridtensor.arguments import require_float, require_number
 from hybridtensor.linear.function import with_shape
 from hybridtensor.linear.readers import Into, Readers, modules_of, readers_of
 from hybridtensor.ops import norm
+from hybridtensor.ops.autograd import Ctx, Function
 from hybridtensor.ops.library import is_traced, left_whole
 from hybridtensor.ops.order import make_again
 from hybridtensor.ops.prologue import Gated, Normed
@@ -67,7 +67,7 @@ def swiglu(gate: Tensor, up: Tensor, *, into: Into = ()) -> Tensor:
     if not plain or is_traced() or torch._C._are_functorch_transforms_active():
         return _operations(gate, up)
     readers = readers_of(layers, gate, (gate, up))
-    y: Tensor = _SwiGLU.apply(gate, up, readers)  # type: ignore[no-untyped-call]
+    y: Tensor = _SwiGLU.apply(gate, up, readers)
     return y
 
 
@@ -78,19 +78,18 @@ def _operations(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, readers: Readers | None) -> Tensor:
+    def forward(ctx: Ctx, gate: Tensor, up: Tensor, readers: Readers | None) -> Tensor:
         ctx.save_for_backward(gate, up)
         if readers is None:
-            y: Tensor = forward_op(gate, up)
-            return y
+            return forward_op(gate, up)
         if readers.scale_by_amax:
             return readers.cast(*measured_op(gate, up))
         return readers.cast_computed(gate, Gated(tokens(up)))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: by operations that have gradients themselves
             sigmoid = torch.sigmoid(gate)
@@ -144,7 +143,7 @@ def rms_norm(
     (eps,) = struct.unpack("f", struct.pack("f", eps))  # fp32, as kernels take it
     readers = readers_of(layers, x, given)
     weight = x.new_ones(x.shape[-1]) if weight is None else weight
-    y: Tensor = _RMSNorm.apply(x, weight, eps, readers)  # type: ignore[no-untyped-call]
+    y: Tensor = _RMSNorm.apply(x, weight, eps, readers)
     return y
 
 
@@ -159,9 +158,15 @@ def _require_weight(weight: Tensor, x: Tensor) -> None:
         )
 
 
-class _RMSNorm(torch.autograd.Function):
+class _NormCtx(Ctx):
+    eps: float
+
+
+class _RMSNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, readers: Readers | None) -> Tensor:
+    def forward(
+        ctx: _NormCtx, x: Tensor, weight: Tensor, eps: float, readers: Readers | None
+    ) -> Tensor:
         matrix = tokens(x)
         if readers is None or readers.scale_by_amax:
             y, factor, *amax = norm.rms_norm(matrix, weight, eps, readers is not None)
@@ -176,7 +181,7 @@ class _RMSNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _NormCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, factor = ctx.saved_tensors
         matrix = tokens(x)
         if torch.is_grad_enabled():  # create_graph: by operations that have gradients themselves

@@ -31,7 +31,7 @@ ROTATED_WITH_SIGNS = 128
 class _OnePerValue(type):
     """Gives one record per value, so that comparing records by identity compares them by value."""
 
-    def __call__(cls, *args: Any, **kwargs: object) -> Any:
+    def __call__(cls, *args: Any, **kwargs: object) -> Format:
         # Dynamo builds a record that it passes on from its fields, numbers that differed from call to call as
         # proxies; it has guarded the name, which finds the record.
         if any(isinstance(value, torch.fx.Proxy) for value in tree_leaves(args)):

@@ -24,6 +24,7 @@ from hybridtensor.distributed.sequence.styles import mark
 from hybridtensor.dtensor import local
 from hybridtensor.linear.grouped import first_expert
 from hybridtensor.ops import Face
+from hybridtensor.ops.autograd import Function
 from hybridtensor.ops.library import autocasts, outside_graphs
 from hybridtensor.ops.scaled_mm import rowwise_values
 from hybridtensor.quantizers import HybridQuantizer, OneFormatQuantizer, Quantizer
@@ -126,7 +127,7 @@ class _Ctx(FunctionCtx):
     how: tuple[Route, bool, Quantizer | None]
 
 
-class _Move(torch.autograd.Function):
+class _Move(Function):
     """Autograd function that sends rows to their experts or back; the gradient goes the other way."""
 
     @staticmethod
@@ -148,7 +149,7 @@ class _Move(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-class _Dispatch(torch.autograd.Function):
+class _Dispatch(Function):
     """Autograd function that sends tokens to their experts as quantized faces."""
 
     @staticmethod
@@ -323,15 +324,15 @@ class _Forward:
         quantizer, reason = _input_quantizer(style, module)
         if quantizer is None:
             _tell_once(module, reason)
-            mine = _Move.apply(tokens[:routed], route, False, None, of_gradient)  # type: ignore[no-untyped-call]
+            mine = _Move.apply(tokens[:routed], route, False, None, of_gradient)
         else:
-            mine = _Dispatch.apply(tokens[:routed], route, quantizer, of_gradient)  # type: ignore[no-untyped-call]
+            mine = _Dispatch.apply(tokens[:routed], route, quantizer, of_gradient)
         given = route.counts
         if style.ends:
             given = given.cumsum(0, dtype=torch.int32)
         with _local_parts(module):
             out = self._run(mine, given)
-        y = _Move.apply(out, route, True, style.combine, of_gradient)  # type: ignore[no-untyped-call]
+        y = _Move.apply(out, route, True, style.combine, of_gradient)
         rest = tokens.shape[0] - routed
         return torch.cat([y, y.new_zeros(rest, y.shape[1])]) if rest else y
 

@@ -8,7 +8,8 @@ see FP8 data, and always the same number of tensors.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ from hybridtensor.linear.two_parts import asked_for
 from hybridtensor.linear.weight_operands import weight_operand
 from hybridtensor.ops import Groups
 from hybridtensor.ops.amaxes import Notes
+from hybridtensor.ops.autograd import Ctx, Function
 from hybridtensor.ops.library import is_traced, runs_directly
 from hybridtensor.ops.order import node_of
 from hybridtensor.quantizers import tokens
@@ -154,7 +156,7 @@ def multiplied(
         out, _, w = _forward(input, weight, bias, call)
         w.save()  # frees faces that nothing uses again
         return out
-    return _Linear.apply(input, weight, bias, call)  # type: ignore[no-any-return, no-untyped-call]
+    return _Linear.apply(input, weight, bias, call)  # type: ignore[no-any-return]
 
 
 def _require_no_gradient(weight: Weight) -> None:
@@ -209,10 +211,21 @@ def _forward(
     return (out if out.shape == shape else with_shape(out, shape)), x, w
 
 
-class _Linear(torch.autograd.Function):
+class _Ctx(Ctx):
+    """What forward hands on to backward."""
+
+    products: Backward
+    has_groups: bool
+    num_noted: int
+    nodes: Sequence[fx.Node | None]
+    input_shape: torch.Size
+    input_contiguous: bool
+
+
+class _Linear(Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Weight, bias: Tensor | None, call: _Call
+        ctx: _Ctx, input: Tensor, weight: Weight, bias: Tensor | None, call: _Call
     ) -> Tensor:
         out, x, w = _forward(input, weight, bias, call)
         layer = weight.record.layer
@@ -230,7 +243,7 @@ class _Linear(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             _require_one_derivative(ctx, grad_output)
         saved, products = list(ctx.saved_tensors), ctx.products
@@ -255,7 +268,7 @@ class _Linear(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None
 
 
-def _require_one_derivative(ctx: Any, grad_output: Tensor) -> None:
+def _require_one_derivative(ctx: _Ctx, grad_output: Tensor) -> None:
     """Raise NotImplementedError under ``create_graph=True`` if gradients depend on tensors that require a gradient."""
     # Here, not in a second backward: torch's ``once_differentiable`` only looks at ``grad_output``, and its error node
     # is not reached by ``torch.autograd.grad`` of the other operands, which would return zeros.

@@ -14,6 +14,7 @@ from hybridtensor.arguments import require_kind
 from hybridtensor.linear.function import linear, require_own_tokens
 from hybridtensor.linear.grouped import batched_linear, grouped_linear
 from hybridtensor.linear.operands import Weight
+from hybridtensor.ops.autograd import Function
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.observing import note_read
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
@@ -77,7 +78,7 @@ def _f_linear(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         return linear(**operands)
 
 
-class _Values(torch.autograd.Function):
+class _Values(Function):
     """Autograd function from a weight to its high-precision data; the gradient is the weight's."""
 
     @staticmethod
@@ -90,7 +91,7 @@ class _Values(torch.autograd.Function):
         return grad_output
 
 
-class _Rows(torch.autograd.Function):
+class _Rows(Function):
     """Autograd function of an embedding lookup in a weight; the gradient is the weight's."""
 
     @staticmethod
@@ -125,7 +126,7 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
             "holds, too; leave the layer with this weight out of quantize_"
         )
     with torch._C.DisableTorchFunctionSubclass():
-        operands["weight"] = _Rows.apply(weight)  # type: ignore[no-untyped-call]
+        operands["weight"] = _Rows.apply(weight)
         return F.embedding(**operands)
 
 
@@ -144,7 +145,7 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         return default(func, args, kwargs)
     _require_only_operands("matmul", others)
     if is_weight(left) and is_weight(right):
-        return torch.matmul(_Values.apply(left), _Values.apply(right))  # type: ignore[no-untyped-call]
+        return torch.matmul(_Values.apply(left), _Values.apply(right))
     if is_weight(right):
         return _times(left, right.transpose(-2, -1))
     require_kind("matmul", "a tensor right of a weight", right, Tensor)

@@ -34,6 +34,7 @@ from hybridtensor.linear.kinds import is_listed
 from hybridtensor.linear.operands import WEIGHTS
 from hybridtensor.linear.tensor_parallel import sharded_linear
 from hybridtensor.linear.uses import Uses
+from hybridtensor.ops.autograd import Function
 from hybridtensor.ops.library import outside_graphs
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState
@@ -294,7 +295,7 @@ class _AtWeight(TorchFunctionMode):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         recipe = self._layer.__dict__[_RECIPE]
-        made = _AsWeight.apply(weight, recipe.config)  # type: ignore[no-untyped-call]
+        made = _AsWeight.apply(weight, recipe.config)
         made.record.layer = recipe.state
         return linear(input, made.t() if self._is_transposed else made, bias)
 
@@ -361,7 +362,7 @@ _BY_RIGHT: dict[Func, Callable[..., _ByRight]] = {
 }  # fmt: skip
 
 
-class _AsWeight(torch.autograd.Function):
+class _AsWeight(Function):
     """Autograd function that gives a plain tensor a recipe, with gradients."""
 
     @staticmethod

@@ -13,7 +13,7 @@ function. Others make one later: ``input_operands``, ``weight_operands``.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,7 +126,6 @@ def as_matrix(face: FaceTensor | Tensor) -> FaceTensor:
     if isinstance(face, QuantizedTensor):
         # not of the face's matrix, which may have more rows: zeros that complete a block
         size = face.shape[:-1].numel(), face.shape[-1]
-        flat: Any = face if face.dim() == 2 else face.view(size)
-        return flat  # type: ignore[no-any-return]
+        return face if face.dim() == 2 else face.view(size)  # type: ignore[return-value]
     values = face.dequantize() if isinstance(face, IdentityTensor) else face
     return IdentityTensor(tokens(values))

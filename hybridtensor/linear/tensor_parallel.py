@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from hybridtensor.dtensor import local
 from hybridtensor.linear.function import linear, require_own_tokens, require_plain_autograd
 from hybridtensor.linear.operands import QUANTIZED, Weight
+from hybridtensor.ops.autograd import Function
 from hybridtensor.ops.library import left_whole
 from hybridtensor.state import Section
 
@@ -87,7 +88,7 @@ def sharded_linear(input: Tensor, weight: DTensor, bias: DTensor | None = None) 
         b = bias.to_local(grad_placements=grad_bias)
         for dim, placement in enumerate(weight.placements):
             if placement == Shard(1) and mesh.get_local_rank(dim):
-                b = _Elsewhere.apply(b)  # type: ignore[no-untyped-call]
+                b = _Elsewhere.apply(b)
     y = linear(x, w, b)
     # Given, because ``from_local`` takes shards for even ones: it multiplies this rank's extent by the number of
     # ranks.
@@ -125,7 +126,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-class _Elsewhere(torch.autograd.Function):
+class _Elsewhere(Function):
     """Autograd function of a bias that another rank adds to a sum over ranks; its gradient is equal on all."""
 
     @staticmethod

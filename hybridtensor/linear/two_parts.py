@@ -6,20 +6,20 @@ import functools
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from hybridtensor.linear.operands import Needs
+from hybridtensor.ops.autograd import Ctx, Function
 
 # Private in torch, and what its hooks of several gradients ask
 _will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
 _PIPELINING = "torch.distributed.pipelining._backward"
 
 
-def asked_for(ctx: Any, needs: Needs, layer: Callable[[], str]) -> Needs:
+def asked_for(ctx: Ctx, needs: Needs, layer: Callable[[], str]) -> Needs:
     """Return the gradients that this backward computes; raise NotImplementedError if torch could not run a second
     part."""
     # ``ctx.needs_input_grad`` is the same in both parts of a backward. A graph has one part only.
@@ -59,7 +59,7 @@ def _is_first_part() -> bool:
     return False
 
 
-class _Function(torch.autograd.Function):
+class _Function(Function):
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
         return x.clone()
@@ -73,7 +73,7 @@ class _Function(torch.autograd.Function):
 def _nodes_go() -> bool:
     """Return whether an autograd node is freed with its output, as before torch 2.13."""
     with torch.enable_grad():
-        node = _Function.apply(torch.zeros(1, requires_grad=True)).grad_fn  # type: ignore[no-untyped-call]
+        node = _Function.apply(torch.zeros(1, requires_grad=True)).grad_fn
     try:
         node._input_metadata  # noqa: B018  (what the second part reads)
     except RuntimeError:

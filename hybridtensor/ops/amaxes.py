@@ -220,5 +220,4 @@ def commit(address: Tensor, noted: list[Tensor], after: Tensor) -> Tensor:
         after: What is computed before, in backward: a compiler that cuts the graph into forward and backward would
             do in forward what depends on nothing of backward.
     """
-    done: Tensor = _COMMIT(address, noted, after)
-    return done
+    return _COMMIT(address, noted, after)

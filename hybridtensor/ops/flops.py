@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +19,15 @@ def product_flops(
     right_format: str,
     *_: object,
     **__: object,
-) -> Any:
+) -> int | torch.SymInt:
     """Return the floating-point operations of ``scaled_mm``, whose arguments these are, as torch counts those of
     ``mm``; casts and scales are none."""
     (rows, entries), (columns, others) = (
         _extents(face[0], name) for face, name in ((left, left_format), (right, right_format))
     )
-    return 2 * rows * columns * torch.sym_min(entries, others)  # no guard of a traced shape
+    flops: int | torch.SymInt
+    flops = 2 * rows * columns * torch.sym_min(entries, others)  # no guard of a traced shape
+    return flops
 
 
 def _extents(codes: Tensor, name: str) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from hybridtensor.ops.cast.compile_ahead import wait_for_kernels
 from hybridtensor.ops.cast.in_graphs import CastInGraph
@@ -11,11 +10,11 @@ from hybridtensor.ops.cast.list_operator import measured, quantized
 from hybridtensor.ops.library import implementation
 
 
-def call_of(name: str, device_type: str) -> Callable[..., Any]:
+def call_of(name: str, device_type: str) -> Callable[..., object]:
     """Return the callable that one place in a graph uses for the operator ``name`` on ``device_type``."""
     # The graph's code is loaded here: before it runs, and before a CUDA graph is captured, no thread launches anything.
     wait_for_kernels()
     if name == "quantize":
         return CastInGraph()
-    known: dict[str, Callable[..., Any]] = {"measure_all": measured, "quantize_all": quantized}
+    known: dict[str, Callable[..., object]] = {"measure_all": measured, "quantize_all": quantized}
     return known.get(name) or implementation(name, device_type)

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +44,7 @@ def grouped_product(left: Face, right: Face, out_dtype: torch.dtype, fast_accum:
             f"grouped_mm: a weight for each of {groups.num_groups} groups is required, got {right.qdata.shape[0]}"
         )
     operands = (left.tensors(), _text(left.kind), right.tensors(), _text(right.kind))
-    out: Tensor = _OP(*operands, groups.ends, groups.num_groups, groups.step, out_dtype, fast_accum)
-    return out
+    return _OP(*operands, groups.ends, groups.num_groups, groups.step, out_dtype, fast_accum)
 
 
 def select_grouped_backend(
@@ -143,10 +141,11 @@ def _operator(
         ends: Tensor,
         count: int,
         step: int,
-        *options: Any,
+        out_dtype: torch.dtype,
+        fast_accum: bool,
     ) -> Tensor:
         a, b = Face.of(left, _kind(left_kind)), Face.of(right, _kind(right_kind))
-        return run(a, b, Groups(count, ends, step), *options)
+        return run(a, b, Groups(count, ends, step), out_dtype, fast_accum)
 
     return on_arguments
 

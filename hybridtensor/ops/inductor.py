@@ -17,14 +17,18 @@ from typing import Any, NamedTuple
 import torch
 from torch._functorch._aot_autograd.descriptors import SubclassGetAttrAOTInput
 from torch._inductor import ir, lowering
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch._library.utils import get_layout_constraint_tag
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
+from torch.utils._pytree import PyTree
 
 from hybridtensor.ops.cast.compile_ahead import compile_ahead
 from hybridtensor.ops.cast.list_operator import MEASURE_ALL, QUANTIZE_ALL
 from hybridtensor.ops.cast.operator import MEASURE, QUANTIZE
+from hybridtensor.ops.library import Operator
 
 _MOST_ELEMENTS = 1 << 26
 """Of weights that are cast together: their faces are all there from then on, one or two bytes per element."""
@@ -33,7 +37,7 @@ _MOST_ELEMENTS = 1 << 26
 class DirectKernel(ir.FallbackKernel):
     """A direct call of an operator's implementation."""
 
-    def codegen(self, wrapper: Any) -> None:
+    def codegen(self, wrapper: PythonWrapperCodegen) -> None:
         """Print the call, and its import at the beginning of the module."""
         if not V.graph.cpp_wrapper:
             name = f"hybridtensor_{self.get_name()}"
@@ -46,7 +50,7 @@ class DirectKernel(ir.FallbackKernel):
         super().codegen(wrapper)
 
 
-def traced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def traced(name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
     """Register the lowering of an operator that is traced, and start to compile the kernels of a cast."""
     _register(name)
     # Private: while Inductor's graph is traced, forward and backward, its fake mode is set.
@@ -74,14 +78,16 @@ def _register(name: str) -> None:
     )
 
 
-def _lower(operator: Any, *args: Any, **kwargs: Any) -> Any:
+def _lower(operator: Operator, *args: object, **kwargs: object) -> PyTree:
     made = DirectKernel.create(operator, *_by_position(operator, args, kwargs))
     return torch.utils._pytree.tree_map(
         lambda one: ir.TensorBox.create(one) if isinstance(one, ir.IRNode) else one, made
     )
 
 
-def _by_position(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def _by_position(
+    operator: Operator, args: Sequence[object], kwargs: Mapping[str, object]
+) -> list[object]:
     """Return all arguments by position, as the dispatcher calls implementations."""
     rest = operator._schema.arguments[len(args) :]
     return [*args, *(kwargs.get(one.name, one.default_value) for one in rest)]
@@ -107,26 +113,28 @@ class _WeightCall(NamedTuple):
         return self.request, value.dtype, value.device, self.notes, *(n is None for n in self[3:])
 
 
-_MADE: weakref.WeakKeyDictionary[Any, dict[Node, Any]] = weakref.WeakKeyDictionary()
+_MADE: weakref.WeakKeyDictionary[GraphLowering, dict[Node, list[object]]] = (
+    weakref.WeakKeyDictionary()
+)
 """By graph: what nodes that come later are lowered to."""
 
 
-def _lower_measure(*args: Any, **kwargs: Any) -> Any:
+def _lower_measure(*args: object, **kwargs: object) -> PyTree:
     """Lower a measurement together with later ones of other weights."""
     return _lower_together(MEASURE, _measure_together, args, kwargs)
 
 
-def _lower_quantize(*args: Any, **kwargs: Any) -> Any:
+def _lower_quantize(*args: object, **kwargs: object) -> PyTree:
     """Lower a cast together with later ones of other weights."""
     return _lower_together(QUANTIZE, _quantize_together, args, kwargs)
 
 
 def _lower_together(
-    operator: Any,
-    together: Callable[[list[_WeightCall], Any], list[Any]],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+    operator: Operator,
+    together: Callable[[list[_WeightCall], object], list[object]],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> PyTree:
     node, made = V.graph.current_node, _MADE.setdefault(V.graph, {})
     if node in made:
         return made[node]
@@ -143,13 +151,13 @@ def _lower_together(
     return made[node]
 
 
-def _measure_together(calls: list[_WeightCall], after: Any) -> list[Any]:
+def _measure_together(calls: list[_WeightCall], after: object) -> list[object]:
     compile_ahead(MEASURE_ALL._opname, ([call.x for call in calls], calls[0].request))
-    made: list[Any] = _lower(MEASURE_ALL, [_value(call.x) for call in calls], calls[0].request)
+    made: list[object] = _lower(MEASURE_ALL, [_value(call.x) for call in calls], calls[0].request)
     return made
 
 
-def _quantize_together(calls: list[_WeightCall], after: Any) -> list[Any]:
+def _quantize_together(calls: list[_WeightCall], after: object) -> list[object]:
     nodes = [
         [node for node in each if node is not None]
         for each in zip(*(call[3:] for call in calls), strict=True)
@@ -158,7 +166,7 @@ def _quantize_together(calls: list[_WeightCall], after: Any) -> list[Any]:
     xs, first = [_value(call.x) for call in calls], calls[0]
     given = [call.x for call in calls], first.request, *nodes, None, first.notes
     compile_ahead(QUANTIZE_ALL._opname, given)
-    made: list[Any] = _lower(QUANTIZE_ALL, xs, first.request, *lists, after, first.notes)
+    made: list[object] = _lower(QUANTIZE_ALL, xs, first.request, *lists, after, first.notes)
     return made
 
 
@@ -211,7 +219,7 @@ def _is_there(node: Node) -> bool:
     return node.op == "placeholder" or _measured_early(node) is not None
 
 
-def _measured_early(node: Node) -> Any:
+def _measured_early(node: Node) -> object:
     """Return the amax of a node that was measured together with others, else None."""
     if node.target is not _getitem:
         return None
@@ -222,6 +230,6 @@ def _measured_early(node: Node) -> Any:
     return None if made is None else made[index]
 
 
-def _value(node: Node) -> Any:
+def _value(node: Node) -> object:
     early = _measured_early(node)
     return V.graph.env[node] if early is None else early

@@ -7,14 +7,14 @@ import functools
 import importlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 
 @functools.cache
-def kernels(name: str) -> Any:
+def kernels(name: str) -> ModuleType:
     """Return the module ``hybridtensor.kernels.<name>``."""
     try:
         return importlib.import_module(f"hybridtensor.kernels.{name}")

@@ -6,16 +6,20 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch._guards
+from torch._ops import OpOverload
 
 _LIBRARY = torch.library.Library("hybridtensor", "DEF")
-_IMPLEMENTATIONS: dict[
-    str, dict[str, Callable[..., Any]]
-] = {}  # by name and type of device; "" is any
+_IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {}
+"""By name and type of device; "" is any."""
 F = TypeVar("F", bound=Callable[..., object])
+P = ParamSpec("P")
+T = TypeVar("T")
+Operator: TypeAlias = OpOverload[..., Any]
+"""An operator of any arguments and results."""
 
 
 def left_whole(function: F) -> F:
@@ -31,7 +35,9 @@ def outside_graphs(reason: str) -> Callable[[F], F]:
     return disable
 
 
-def define(schema: str, *, reference: Callable[..., object], fake: Callable[..., object]) -> Any:
+def define(
+    schema: str, *, reference: Callable[P, T], fake: Callable[..., object]
+) -> OpOverload[P, T]:
     """Register an operator and return its overload.
 
     The reference runs on every device, unless ``implement`` has something faster there. Operators
@@ -54,7 +60,8 @@ def define(schema: str, *, reference: Callable[..., object], fake: Callable[...,
         return fake(*arguments, **options)
 
     torch.library.register_fake(f"hybridtensor::{name}", traced, lib=_LIBRARY)
-    return getattr(torch.ops.hybridtensor, name).default
+    overload: OpOverload[P, T] = getattr(torch.ops.hybridtensor, name).default
+    return overload
 
 
 def implement(name: str, cuda: Callable[..., object]) -> None:

@@ -199,8 +199,7 @@ def scaled_mm(
     if is_traced() and _is_known_to_compilers(left, right, out_dtype):
         return _multiply(left, right, bias, out_dtype, fast_accum)
     operands = left.tensors(), left.format.name, right.tensors(), right.format.name
-    out: Tensor = _OP(*operands, bias, out_dtype, fast_accum)
-    return out
+    return _OP(*operands, bias, out_dtype, fast_accum)
 
 
 _MULTIPLY: dict[tuple[object, ...], Multiply] = {}

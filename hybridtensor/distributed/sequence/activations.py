@@ -120,7 +120,7 @@ def _gather_input(
     context = Context("input", state, record=recording)
     layout, rank = _layout(x, mesh, dim), mesh.get_local_rank()
     gathering = SequenceGather(quantizer, context, plan, layout, dim, columnwise, rank)
-    gathered: HybridTensor = GatherInput.apply(x, gathering)  # type: ignore[no-untyped-call]
+    gathered: HybridTensor = GatherInput.apply(x, gathering)
     return gathered
 
 
@@ -149,7 +149,7 @@ def _scatter_output(y: DTensor, weight: DTensor, dim: int, name: str | None) -> 
     context, rank = Context("grad_output", part.state), mesh.get_local_rank()
     layout = _layout(values, mesh, dim)
     gathering = SequenceGather(part.config.grad_output, context, plan, layout, dim, True, rank)
-    scattered: Tensor = ScatterOutput.apply(values, gathering)  # type: ignore[no-untyped-call]
+    scattered: Tensor = ScatterOutput.apply(values, gathering)
     return scattered
 
 

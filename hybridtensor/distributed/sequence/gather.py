@@ -17,6 +17,7 @@ from hybridtensor.distributed.sequence.layout import SequenceLayout, c10d
 from hybridtensor.distributed.sequence.plan import SequencePlan
 from hybridtensor.formats import FP8_E4M3_ROW, FP8_E4M3_TENSOR
 from hybridtensor.ops import Cast, CastRequest, Face, columnwise_of
+from hybridtensor.ops.autograd import Function
 from hybridtensor.ops.library import is_traced
 from hybridtensor.quantizers import HybridQuantizer, Quantizer, tokens
 from hybridtensor.state import Context
@@ -122,7 +123,7 @@ class _Ctx(FunctionCtx):
     gathering: SequenceGather
 
 
-class GatherInput(torch.autograd.Function):
+class GatherInput(Function):
     """Autograd function that all-gathers tokens quantized; the gradient is reduce-scattered."""
 
     @staticmethod
@@ -138,7 +139,7 @@ class GatherInput(torch.autograd.Function):
         return scattered(grad_output, ctx.gathering.dim, ctx.gathering.layout), None
 
 
-class ScatterOutput(torch.autograd.Function):
+class ScatterOutput(Function):
     """Autograd function that reduce-scatters an output; its gradient is quantized, then all-gathered."""
 
     @staticmethod

@@ -8,13 +8,13 @@ has the kernels that the graph launches. A thread that fails changes nothing: th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._pytree import PyTree
 
 from hybridtensor.ops.cast.lengths import few_like
 from hybridtensor.ops.library import implementation
@@ -34,7 +34,7 @@ class _Zeros(NamedTuple):
     device: torch.device
 
 
-def compile_ahead(name: str, args: Sequence[Any]) -> None:
+def compile_ahead(name: str, args: PyTree) -> None:
     """Start to compile the kernels that a call of an operator launches.
 
     Args:

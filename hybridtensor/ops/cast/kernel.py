@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,6 +41,10 @@ _logger = logging.getLogger("hybridtensor")
 _ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
 
 
+_Amax: TypeAlias = tuple[torch.Size, bool] | None
+"""Of a given amax: its shape, and whether its address is a multiple of ``_ALIGNMENT``."""
+
+
 class _Key(NamedTuple):
     """Cache key of a cast: everything but addresses."""
 
@@ -52,12 +56,12 @@ class _Key(NamedTuple):
     aligned: bool  # whether the matrix begins at a multiple of 16 bytes
     scaled: bool  # whether delayed scales are given
     notes: torch.dtype | None  # of where amaxes are recorded
-    row_amax: tuple[torch.Size, bool] | None  # of a given amax: its shape, whether it is aligned so
-    column_amax: tuple[torch.Size, bool] | None
+    row_amax: _Amax
+    column_amax: _Amax
     prologue: tuple[int, ...] | None  # its key, and whether kernels can read it
 
 
-_CASTS: dict[tuple[Any, ...], PreparedCast] = {}
+_CASTS: dict[tuple[object, ...], PreparedCast] = {}
 _MOST_CASTS = 4096
 
 
@@ -114,7 +118,9 @@ def _say_without_kernels(request: CastRequest) -> None:
         )
 
 
-def _kinds(inputs: CastInputs) -> tuple[Any, ...]:
+def _kinds(
+    inputs: CastInputs,
+) -> tuple[bool, torch.dtype | None, _Amax, _Amax, tuple[int, ...] | None]:
     """Return the fields of ``_Key`` that depend on a cast's inputs."""
     row_amax, column_amax, prologue = inputs.row_amax, inputs.column_amax, inputs.prologue
     return (

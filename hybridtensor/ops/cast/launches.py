@@ -131,7 +131,7 @@ class KernelTask(NamedTuple):
         amaxes: tuple[Tensor, Tensor],
         launch: Launch,
         prologue: Prologue | None = None,
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    ) -> tuple[tuple[Address, ...], tuple[Address, ...], tuple[Address, ...]]:
         """Return the matrix and both faces as kernel arguments; ``x`` also replaces absent tensors."""
         take, (row, column) = launch.take, self.outputs
         taken, (row_amax, column_amax) = take(x), amaxes

@@ -101,8 +101,8 @@ def _in_order(made: Sequence[Sequence[Tensor]], noted: list[Tensor]) -> list[Ten
     ]
 
 
-def _faces_fake(xs: list[Tensor], request: str, *others: Any, **options: Any) -> list[Tensor]:
-    notes = options.get("notes", others[5] if len(others) > 5 else 0)
+def _faces_fake(xs: list[Tensor], request: str, *others: Any, notes: int = 0) -> list[Tensor]:
+    notes = others[5] if len(others) > 5 else notes
     parsed = parse_request(request)
     return [tensor for x in xs for tensor in faces_like(x, parsed, notes)]
 

@@ -148,11 +148,11 @@ class OperatorCast(ReferenceCast):
         noted = inputs.noted_amax
         if isinstance(noted, Notes):
             taken = inputs._replace(noted_amax=None)[:_NUM_INPUTS]
-            made = QUANTIZE(x, self._text, *taken, after=inputs.after, notes=noted.size)
+            made = QUANTIZE(x, self._text, *taken, inputs.after, noted.size)
             # The recorded amaxes are the operator's last result.
             noted.tensors.append(made.pop())
         else:
-            made = QUANTIZE(x, self._text, *inputs[:_NUM_INPUTS], after=inputs.after)
+            made = QUANTIZE(x, self._text, *inputs[:_NUM_INPUTS], inputs.after)
         row, column = self._kinds
         return (
             None if row is None else Face.of(made[: self._row_size], row),
