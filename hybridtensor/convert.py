@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -34,6 +33,7 @@ from hybridtensor.layers import Layer, layers_of
 from hybridtensor.linear.grouped import first_expert
 from hybridtensor.linear.kinds import is_linear
 from hybridtensor.linear.layer_forward import set_recipe
+from hybridtensor.linear.operands import Weight
 from hybridtensor.linear.sharing import share_between_layers_of
 from hybridtensor.linear.tensor_parallel import section_of
 from hybridtensor.linear.weight_buckets import bucket_weights
@@ -293,8 +293,7 @@ def _convert(
     scale: CommonScale | None = None,
 ) -> None:
     """Give a layer's weight its config and state, keeping the Parameter object; ``undo`` collects what reverts it."""
-    module: Any = layer.module
-    weight: Any = part_of(layer.weight)
+    module, weight = layer.module, part_of(layer.weight)
     state = _attach_state(layer, config)
     state.common = state.common if scale is None else scale
     if not layer.is_stack:
@@ -316,7 +315,7 @@ def _convert(
         if first is None and layer.is_stack and isinstance(layer.weight, DTensor):
             first = first_expert(layer.weight)
         values = weight.plain if isinstance(weight, MasterWeight) else weight.data
-        new: Any = MasterWeight(values, config)
+        new: Weight = MasterWeight(values, config)
         if persistent:
             trainable = layer.weight.requires_grad
             new = persistent_weight(values, config, trainable, state, section, first)
@@ -330,7 +329,7 @@ def _convert(
 
 def _attach_state(layer: Layer, config: HybridConfig) -> LayerState:
     """Create or extend the layer's state, and register it as a submodule if it holds tensors."""
-    weight: Any = part_of(layer.weight)
+    weight = part_of(layer.weight)
     recipe, name = layer.recipe, layer.state_name
     known = weight.layer if is_converted(weight) else recipe and recipe.state
     state = known if isinstance(known, LayerState) else LayerState(layer.name or None)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -347,7 +346,7 @@ def _layer(word: str, operands: dict[str, Tensor]) -> Callable[[], None]:
     config = HybridConfig.parse(word)
 
     def run() -> None:
-        faces: dict[tuple[str, str], Any] = {}
+        faces: dict[tuple[str, str], ops.Face] = {}
         for role, x in operands.items():
             quantizer, context = getattr(config, role), Context(role)
             made = quantizer.faces(x, rowwise=True, columnwise=True, dtype=x.dtype, context=context)

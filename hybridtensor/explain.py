@@ -93,7 +93,7 @@ class Explanation(Printed, Rows):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON-serializable data."""
-        found: dict[str, Any] = {
+        found: dict[str, list[dict[str, object]]] = {
             field.name: [dict(vars(row)) for row in getattr(self, field.name)]
             for field in dataclasses.fields(self)
             if field.name in ("rows", "gathers", "sequence", "layers")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -31,16 +31,18 @@ class Layer(NamedTuple):
     transposed: bool = False
 
     @property
-    def weight(self) -> Any:
+    def weight(self) -> Tensor:
         """The parameter or tensor at the weight's name, without updating a parametrization."""
         if not parametrize.is_parametrized(self.module, self.parameter):
-            return getattr(self.module, self.parameter)
+            plain: Tensor = getattr(self.module, self.parameter)
+            return plain
         # In training mode ``spectral_norm`` takes a step of its power iteration whenever the weight is read.
         computing = self.module.get_submodule(f"parametrizations.{self.parameter}")
         modes = {module: module.training for module in computing.modules()}
         try:
             computing.eval()
-            return getattr(self.module, self.parameter)
+            computed: Tensor = getattr(self.module, self.parameter)
+            return computed
         finally:
             # Not by ``train()``, which would set all submodules alike.
             for module, training in modes.items():

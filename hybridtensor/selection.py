@@ -6,8 +6,8 @@ import dataclasses
 import fnmatch
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -32,7 +32,7 @@ from hybridtensor.torchao_compat import FqnToConfig
 class ByName(Protocol):
     """Type of torchao's ``FqnToConfig``, which has no annotations."""
 
-    fqn_to_config: Any
+    fqn_to_config: Mapping[str, object]
 
 
 Factory = Callable[[QuantizerRole], Quantizer]

@@ -74,7 +74,7 @@ def keep_recipe_on_assign(
 def _assign(weight: Any, state_dict: dict[str, Tensor], key: str) -> None:
     """Give the entry at ``key`` the recipe of the weight that it replaces."""
     value = state_dict[key].detach()
-    part: Any = part_of(value)
+    part = part_of(value)
     config = weight.config
     if isinstance(weight.layer, LayerState):
         weight.layer.materialize_(part.device)

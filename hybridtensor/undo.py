@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 
 from torch import nn
 
@@ -18,6 +18,7 @@ from hybridtensor.state.training import layer_states
 from hybridtensor.subclasses import HybridTensor, is_converted
 
 Undo: TypeAlias = Callable[[], object]
+Container = TypeVar("Container", dict[str, object], set[object])
 
 
 @contextlib.contextmanager
@@ -36,7 +37,7 @@ def all_or_nothing(model: nn.Module, layers: Iterable[Layer]) -> Iterator[list[U
         raise
 
 
-def _holders(model: nn.Module, layers: Iterable[Layer]) -> list[Any]:
+def _holders(model: nn.Module, layers: Iterable[Layer]) -> list[object]:
     """Return the objects that a conversion changes: modules, states, common scales, weights."""
     parts = [part_of(layer.weight) for layer in layers]
     recipes = [recipe for layer in layers if (recipe := layer.recipe) is not None]
@@ -50,7 +51,7 @@ def _holders(model: nn.Module, layers: Iterable[Layer]) -> list[Any]:
     ]
 
 
-def _former(holder: Any) -> Iterator[Undo]:
+def _former(holder: object) -> Iterator[Undo]:
     """Yield functions that restore an object's attributes, dictionaries and sets."""
     own = vars(holder)
     yield functools.partial(_refill, own, dict(own))
@@ -65,6 +66,6 @@ def _former(holder: Any) -> Iterator[Undo]:
             yield functools.partial(shard.adopt, config)
 
 
-def _refill(container: Any, former: Any) -> None:
+def _refill(container: Container, former: Container) -> None:
     container.clear()
     container.update(former)

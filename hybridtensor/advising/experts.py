@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ def told_products(stacks: Sequence[Noise], order: Iterator[int]) -> Iterator[Non
     with contextlib.ExitStack() as stack:
         for one in stacks:
             layer = one.layer
-            weight = layer.weight
+            weight: Any = layer.weight
             if not is_converted(weight):
                 stack.callback(setattr, layer.module, layer.parameter, weight)
                 setattr(layer.module, layer.parameter, weight := _observable(one))

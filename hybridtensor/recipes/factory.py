@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from hybridtensor.quantizers import Quantizer
 from hybridtensor.recipes.config import HybridConfig, QuantizerRole
@@ -14,7 +13,7 @@ def from_factory(
     factory: Callable[[QuantizerRole], Quantizer], name: str, kind: str = "linear"
 ) -> HybridConfig:
     """Call a factory for a layer's three quantizers; raise TypeError or RuntimeError naming the role."""
-    made: dict[str, Any] = {}
+    made: dict[str, Quantizer] = {}
     for role in (QuantizerRole(kind, tensor_type, name) for tensor_type in ROLES):
         try:
             made[role.tensor_type] = factory(role)
@@ -28,4 +27,4 @@ def from_factory(
                 f"{made[role.tensor_type]!r} for {role}; return IdentityQuantizer() for high "
                 "precision"
             )
-    return HybridConfig(**made)
+    return HybridConfig(*(made[role] for role in ROLES))

@@ -209,7 +209,7 @@ class Option:
         if self.refines is not None and getattr(quantizer, self.field) != self.refines:
             return quantizer
         defaults = {known.name: known.default for known in dataclasses.fields(quantizer)}
-        fields: Any = {**{name: defaults[name] for name in self.resets}, self.field: self.value}
+        fields = {**{name: defaults[name] for name in self.resets}, self.field: self.value}
         return dataclasses.replace(quantizer, **fields)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from hybridtensor.quantizers import Quantizer
 from hybridtensor.recipes.spec import (
@@ -65,7 +64,7 @@ def _words_for(role: str, direction: str, face: Quantizer) -> dict[str, set[str]
 
 def _differences(word: str, role: str, direction: str, face: Quantizer) -> set[str] | None:
     """Return the modifiers that change a face from ``word`` to ``face``; None if there are none."""
-    meant: Any = WORDS[word](role, GEMM_OF[role, direction])
+    meant = WORDS[word](role, GEMM_OF[role, direction])
     if type(meant) is not type(face):
         return None
     named = set()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import gc
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +45,7 @@ def _facts(model: nn.Module) -> dict[str, str]:
     """Return recipe, persistence and ``requires_grad`` of each weight by name."""
     facts = {}
     for name, parameter in model.named_parameters():
-        part: Any = local(parameter)
+        part = local(parameter)
         config = getattr(part, "config", None)
         if config is not None:
             kind = "persistent" if getattr(part, "plain", None) is None else "in high precision"
@@ -95,7 +94,7 @@ def reduced(training: Training, amaxes: Tensor, group: Group) -> Tensor:
     return largest
 
 
-def _wait(work: Any, steps: int, size: int) -> None:
+def _wait(work: dist.Work, steps: int, size: int) -> None:
     # all ranks have just reduced gradients, so that one that takes this long does not come
     try:
         work.wait(PATIENCE)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+
+from torch import Tensor
 
 STATE = "quantization_state"
 """Name of the state in its layer; that of a stack of experts' weights is ``<weight>_<STATE>``."""
@@ -18,7 +19,7 @@ def weight_of_state(name: str) -> str | None:
     return (f"{owner}weight" if owner.endswith(".") else owner[:-1])[1:]
 
 
-def take_former_names(state_dict: dict[str, Any], prefix: str) -> None:
+def take_former_names(state_dict: dict[str, Tensor], prefix: str) -> None:
     """Rename former entries of a state dict to their present names."""
     for former, name in FORMER_NAMES.items():
         if f"{prefix}{former}" in state_dict:

@@ -377,7 +377,7 @@ class LayerState(nn.Module):
     def _is_meta(self) -> bool:
         return any(buffer.is_meta for buffer in self.buffers())
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Load the buffers; without any in the checkpoint (a plain model's) the state is reset."""
         # The last argument of torch's private method: messages that load_state_dict raises together.
         errors: list[str] = args[-1]

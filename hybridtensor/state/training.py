@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from hybridtensor.ops.library import is_traced
 from hybridtensor.state.layer import LayerState
@@ -60,7 +60,7 @@ class Training:
 
 
 _trainings: weakref.WeakKeyDictionary[nn.Module, Training] = weakref.WeakKeyDictionary()
-_hooks: list[Any] = []
+_hooks: list[RemovableHandle] = []
 
 
 def training_of(model: nn.Module) -> Training:

@@ -28,12 +28,14 @@ Sent = Any
 class Gathering(Protocol):
     """FSDP2's hooks of a weight, implemented by ``hybridtensor.distributed.fsdp``."""
 
-    def pre_all_gather(self, tensor: Any, module: nn.Module) -> tuple[tuple[Tensor, ...], Sent]:
+    def pre_all_gather(
+        self, tensor: InterceptingTensor, module: nn.Module
+    ) -> tuple[tuple[Tensor, ...], Sent]:
         """Return the payload, and the ``metadata`` for ``post_all_gather``."""
 
     def post_all_gather(
         self,
-        tensor: Any,
+        tensor: InterceptingTensor,
         outputs: tuple[Tensor, ...],
         metadata: Sent,
         dtype: torch.dtype,
@@ -41,7 +43,7 @@ class Gathering(Protocol):
     ) -> object:
         """Return the gathered weight, and the tensors whose storage FSDP2 manages."""
 
-    def check_shards(self, weight: Any, size: int, dim: int) -> None:
+    def check_shards(self, weight: InterceptingTensor, size: int, dim: int) -> None:
         """Raise if parts of ``size`` along ``dim`` of a persistent weight cannot be gathered."""
 
     def refresh(self, pairs: list[tuple[Any, Tensor]]) -> list[tuple[Any, Tensor]]:

@@ -79,7 +79,7 @@ class QuantizedWhenUsed(InterceptingTensor):
     def seen(self) -> Seen:
         """Count unobserved writes, update a changed common scale, and return the counts."""
         record = self.record
-        layer: Any = record.layer
+        layer = record.layer
         scales: int | tuple[int | None, int] | None = None
         if isinstance(layer, LayerState):  # in a graph its tensors, which have no version
             scales, common = layer.version, layer.common

@@ -6,7 +6,6 @@ Quantizers make faces and do not depend on the tensor classes; the two methods t
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -229,7 +228,7 @@ def refresh_all_(pairs: list[tuple[HybridTensor, Tensor]]) -> None:
         # Before the casts below, which read the common scale.
         scale.take([weight_values(part.recipe, values) for part, values in members])
     for weight, values in unsharded:
-        target: Any = weight
+        target = weight
         fresh = weight_values(weight.recipe, values)
         if weight.is_transposed:
             target, fresh = weight.detach().transpose(-2, -1), fresh.transpose(-2, -1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -201,7 +200,7 @@ def _per_block(
     values: np.ndarray,
     block: tuple[int, int],
     codes: np.ndarray,
-    encode: Callable[[np.ndarray], tuple[np.ndarray, Any]],
+    encode: Callable[[np.ndarray], tuple[np.ndarray, np.floating | float]],
 ) -> np.ndarray:
     """Encode every block into ``codes`` and return the scales; an empty axis still has one block."""
     counts = [

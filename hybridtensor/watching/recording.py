@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -23,6 +23,7 @@ from hybridtensor.watching.statistics import NAMES, OPTIONAL, PRODUCT_NAMES
 if TYPE_CHECKING:
     from rich.table import Table
 
+_Json: TypeAlias = dict[str, Any]  # of a file, before it is checked
 _VERSION = 1
 _LIMIT = 1 << 32  # some hundred bytes per face or product of a step that was measured
 _NOT_FINITE = ("nan", "inf", "-inf")
@@ -117,7 +118,7 @@ class Recording(Printed):
         return table
 
 
-def as_dict(sample: Sample) -> dict[str, Any]:
+def as_dict(sample: Sample) -> dict[str, object]:
     """Return a sample as JSON, with non-finite numbers as strings."""
     rows = {
         name: [plain(asdict(row)) for row in getattr(sample, name)]
@@ -126,7 +127,7 @@ def as_dict(sample: Sample) -> dict[str, Any]:
     return {"step": sample.step, **rows, "order": sample.order, "unseen": sample.unseen}
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Replace non-finite numbers by strings."""
     if isinstance(value, dict):
         return {key: plain(one) for key, one in value.items()}
@@ -147,7 +148,7 @@ def machine() -> dict[str, str]:
     return {"device": device, "torch": torch.__version__, "hybridtensor": __version__}
 
 
-def _sample(found: dict[str, Any]) -> Sample:
+def _sample(found: _Json) -> Sample:
     faces = tuple(
         FaceRow(**_fields(row, NAMES, ("layer", "operand", "format"))) for row in found["faces"]
     )
@@ -164,7 +165,7 @@ def _sample(found: dict[str, Any]) -> Sample:
     return Sample(_int(found["step"]), faces, products, order, unseen)
 
 
-def _fields(row: dict[str, Any], names: Iterable[str], strings: tuple[str, ...]) -> dict[str, Any]:
+def _fields(row: _Json, names: Iterable[str], strings: tuple[str, ...]) -> _Json:
     """Return the typed fields of a row of faces or products; ``strings`` are those that are text."""
     known = row["statistics"]
     statistics = {
@@ -175,13 +176,13 @@ def _fields(row: dict[str, Any], names: Iterable[str], strings: tuple[str, ...])
     return row | checked | {"step": _int(row["step"]), "statistics": statistics, "experts": experts}
 
 
-def _pair(value: Any) -> tuple[str, str]:
+def _pair(value: object) -> tuple[str, str]:
     """Return the formats of a product, two strings; raise TypeError otherwise."""
     ((left, right),) = _pairs([value])
     return _string(left), _string(right)
 
 
-def _pairs(value: object) -> list[tuple[Any, Any]]:
+def _pairs(value: object) -> list[tuple[object, object]]:
     """Return a list of pairs; raise TypeError for anything else."""
     if not isinstance(value, list) or not all(
         isinstance(one, list) and len(one) == 2 for one in value

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from hybridtensor.arguments import require_kind, wrong
 from hybridtensor.watching.beside import beside as side_by_side
@@ -139,7 +138,7 @@ def _data(runs: dict[str, Recording]) -> str:
     return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _heat(recording: Recording) -> dict[str, Any]:
+def _heat(recording: Recording) -> dict[str, object]:
     """Return heatmap numbers by metric, layer, product or face, and step."""
     samples = _thinned(recording.samples)
     layers = list(recording.recipes)

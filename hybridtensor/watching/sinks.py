@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from hybridtensor.arguments import wrong
 from hybridtensor.watching.recording import as_dict
@@ -14,7 +13,7 @@ from hybridtensor.watching.records import Sample
 Sink = Callable[[Sample], object]
 
 
-def sink_of(target: Any) -> Sink:
+def sink_of(target: object) -> Sink:
     """Return a function that writes samples to a path (JSON lines), logger or function; raise TypeError otherwise."""
     if isinstance(target, (str, Path)):
         return _to_file(Path(target))
@@ -28,7 +27,7 @@ def sink_of(target: Any) -> Sink:
         # W&B drops what is logged for a step behind the present one: the step is a number beside the others
         return lambda sample: target.log({**sample.scalars(), "hybridtensor/step": sample.step})
     if callable(target):
-        return target  # type: ignore[no-any-return]
+        return target
     raise wrong("watch", "a path, a writer, a logger or a function as sink", target)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +94,7 @@ class watch(Printed):  # noqa: N801  (used as a function)
         *,
         every: int = 100,
         rows: int = 256,
-        sinks: Iterable[Any] = (),
+        sinks: Iterable[object] = (),
         alarm: Alarm = None,
         saturated: float = 1.0,
     ) -> None:

@@ -40,11 +40,11 @@ from hybridtensor.subclasses.quantizing import face_tensors, note_overwritten, q
 from hybridtensor.subclasses.record import WeightRecord
 
 
-def part_of(weight: Tensor) -> Any:
+def part_of(weight: Tensor) -> Tensor:
     """Return the local tensor of a weight that FSDP2 shards; any other weight unchanged."""
     part = local(weight)
     if isinstance(part, HybridTensor) and part.record.gathered is not None:
-        return part.record.gathered.sharded.tensor
+        part = part.record.gathered.sharded.tensor
     return part
 
 
@@ -140,7 +140,7 @@ class _Gathering:
         return shard.receive(tensor, outputs, sent, dtype, gathered)
 
     @staticmethod
-    def check_shards(weight: HybridTensor, size: int, dim: int) -> None:
+    def check_shards(weight: InterceptingTensor, size: int, dim: int) -> None:
         """Raise if shards of ``size`` along ``dim`` of a persistent weight cannot be gathered."""
         shape, num_ranks = tuple(weight.shape), -(-weight.shape[dim] // size)
         if num_ranks == 1:
@@ -195,7 +195,7 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
             )
         columnwise = part.columnwise is not None
         made, first = shard.part(values, part.state).faces(rowwise=True, columnwise=columnwise)
-        turned: Any = part.detach().transpose(-2, -1) if part.is_transposed else part
+        turned = part.detach().transpose(-2, -1) if part.is_transposed else part
         for face, dim, fresh in zip((turned.rowwise, turned.columnwise), (0, 1), made, strict=True):
             if fresh is None or face is None or fresh.follows_rowwise:
                 continue
