@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 T = TypeVar("T", bound=Callable[..., object])
 
 
-def is_weight(tensor: object) -> bool:
+def is_weight(tensor: object) -> TypeGuard[Weight]:
     return isinstance(tensor, MasterWeight) or (
         isinstance(tensor, HybridTensor) and tensor.config is not None
     )
@@ -154,7 +154,7 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return _times(right.transpose(-2, -1), left).transpose(-2, -1).contiguous()
 
 
-def _times(input: Tensor, weight: Any) -> Tensor:
+def _times(input: Tensor, weight: Weight) -> Tensor:
     # Every attribute of a weight would pass through its torch function
     with torch._C.DisableTorchFunctionSubclass():
         return batched_linear(input, weight) if weight.dim() == 3 else linear(input, weight)
@@ -206,7 +206,7 @@ def _other_product(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return default(func, args, kwargs)
 
 
-def _of_stack(left: Tensor, right: Any, ends: Tensor | None) -> Tensor:
+def _of_stack(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
     """Multiply tokens by experts' weights, in groups or, without ends, in batches."""
     if is_weight(left) or not is_weight(right) or right.dim() != 3:
         raise NotImplementedError(

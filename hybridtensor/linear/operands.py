@@ -126,6 +126,6 @@ def as_matrix(face: FaceTensor | Tensor) -> FaceTensor:
     if isinstance(face, QuantizedTensor):
         # not of the face's matrix, which may have more rows: zeros that complete a block
         size = face.shape[:-1].numel(), face.shape[-1]
-        return face if face.dim() == 2 else face.view(size)  # type: ignore[return-value]
+        return face if face.dim() == 2 else face.view(size)
     values = face.dequantize() if isinstance(face, IdentityTensor) else face
     return IdentityTensor(tokens(values))

@@ -13,7 +13,7 @@ import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Self, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -94,6 +94,18 @@ class WrapperTensor(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values as a plain tensor of this shape, in ``dtype`` (default: the nominal dtype)."""
         raise NotImplementedError(f"{type(self).__name__}: dequantize() is missing; define it")
+
+    if TYPE_CHECKING:  # handlers of each class return its own tensors
+
+        def clone(self, *, memory_format: torch.memory_format | None = None) -> Self: ...
+
+        def detach(self) -> Self: ...
+
+        def t(self) -> Self: ...
+
+        def transpose(self, dim0: int, dim1: int) -> Self: ...
+
+        def view(self, *size: object) -> Self: ...
 
     # -- inner tensors and metadata
     # -----------------------------------------------------------------------------
@@ -215,7 +227,7 @@ class WrapperTensor(Tensor):
                 "recorded; detach it first"
             )
         with torch.no_grad():
-            new = cast(Self, self.clone())  # this class's handler of ``aten.clone`` makes it
+            new = self.clone()
         new.requires_grad_(self.requires_grad)
         if self.grad is not None:
             new.grad = copy.deepcopy(self.grad, memo)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from torch import Tensor
 
 from hybridtensor.distributed.fsdp.plan import Plan, make_plan
 from hybridtensor.distributed.fsdp.stack_plan import stack_plan
@@ -24,7 +24,7 @@ def plan_of(sharded: Sharded, config: HybridConfig) -> Plan:
 
 
 def matrix_plan(
-    weight: Any,
+    weight: Tensor,
     config: HybridConfig,
     size: tuple[int, ...],
     num_ranks: int,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from hybridtensor.subclasses import HybridTensor, MasterWeight
 
 if TYPE_CHECKING:
     from hybridtensor.distributed.fsdp.bundle import Bundle
+    from hybridtensor.distributed.fsdp.shard import Shard
 
 Weight: TypeAlias = MasterWeight | HybridTensor
 """A rank's part of a converted weight, or the weight that FSDP2 gathered."""
@@ -32,7 +33,7 @@ class Sent(NamedTuple):
     acts: bool = False
 
 
-Answer: TypeAlias = tuple[tuple[Tensor, ...], tuple[Any, Sent]]
+Answer: TypeAlias = "tuple[tuple[Tensor, ...], tuple[Shard, Sent]]"
 """What the first hook returns: the tensors that this rank sends, and for the second hook the shard and what is sent."""
 
 
@@ -65,7 +66,7 @@ def fill(
     if not rowwise and not columnwise:
         return None
     if isinstance(tensor, HybridTensor):
-        whole: Any = tensor.detach().transpose(-2, -1) if tensor.is_transposed else tensor
+        whole = tensor.detach().transpose(-2, -1) if tensor.is_transposed else tensor
         made = whole.faces(rowwise=rowwise, columnwise=columnwise, dtype=dtype)
         first = 0
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -21,7 +21,11 @@ from hybridtensor.ops import Face
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context, StateTensors
 from hybridtensor.subclasses import FaceTensor, HybridTensor, MasterWeight
+from hybridtensor.subclasses.common_scale import CommonScale
 from hybridtensor.subclasses.intercepting import InterceptingTensor
+
+if TYPE_CHECKING:
+    from hybridtensor.distributed.fsdp.group import Gather
 
 
 class Shard:
@@ -61,7 +65,7 @@ class Shard:
         self.reduced: tuple[object, ...] | None = None
         self.seen: tuple[object, ...] | None = None
         self.replayed = False
-        self.gathers: dict[tuple[bool, bool], Any] = {}
+        self.gathers: dict[tuple[bool, bool], Gather] = {}
         self.turn: tuple[Weight, Answer | None] | None = None
         self._expected: bool | None = None
         self._recomputed = self._traced = False
@@ -87,8 +91,8 @@ class Shard:
         return self.plan.reduce is not None or common_of(tensor) is not None
 
     @property
-    def common(self) -> Any:
-        """The common scale of this weight, a ``CommonScale``, or None."""
+    def common(self) -> CommonScale | None:
+        """The common scale of this weight, or None."""
         return common_of(self.sharded.tensor)
 
     def written(self, part: MasterWeight) -> tuple[object, ...]:
@@ -102,7 +106,7 @@ class Shard:
         """Return whether the local shard was, or may have been, written since the last gather; agree on it with
         other ranks."""
         record, config = part.record, part.config
-        layer: Any = record.layer
+        layer = record.layer
         # The record itself, so that nothing else gets its address; and the DTensor's version, which
         # graphs increment
         seen: tuple[object, ...] = record, config, layer
@@ -149,7 +153,7 @@ class Shard:
             return None
         return self.faces.needed(*wanted)
 
-    def _agree(self, part: Weight, common: Any) -> None:
+    def _agree(self, part: Weight, common: CommonScale | None) -> None:
         """Agree with the other ranks where this weight was written or has a new recipe."""
         if self.agreed is not self.config:
             if self.agreed != self.config:
@@ -200,9 +204,8 @@ class Shard:
         if self.plan.whole or self.plan.row.kind != "bytes":
             return None
         if isinstance(tensor, HybridTensor):
-            whole: Any = tensor.transpose(-2, -1) if tensor.is_transposed else tensor
-            kept: Face = whole.forward_face()
-            return kept
+            whole = tensor.transpose(-2, -1) if tensor.is_transposed else tensor
+            return whole.forward_face()
         self.order_amaxes()
         part = self.part(tensor.source, tensor.state)._replace(record=False)
         (row, _), first = part.faces(rowwise=True, columnwise=False)
@@ -354,8 +357,8 @@ class Shard:
         return self.faces.stored(direction)
 
 
-def common_of(tensor: object) -> Any:
-    """Return the common scale that a weight has with others, a ``CommonScale``, or None."""
+def common_of(tensor: object) -> CommonScale | None:
+    """Return the common scale that a weight has with others, or None."""
     layer = tensor.record.layer if isinstance(tensor, InterceptingTensor) else None
     return getattr(layer, "common", None)
 

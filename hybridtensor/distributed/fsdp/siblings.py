@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hybridtensor.distributed.fsdp import common_scale
 from hybridtensor.distributed.fsdp.agreement import reduce_amaxes
@@ -10,9 +10,10 @@ from hybridtensor.subclasses import MasterWeight
 
 if TYPE_CHECKING:
     from hybridtensor.distributed.fsdp.shard import Shard
+    from hybridtensor.subclasses.common_scale import CommonScale
 
 
-def renew(shard: Shard, mine: MasterWeight, common: Any) -> None:
+def renew(shard: Shard, mine: MasterWeight, common: CommonScale | None) -> None:
     """Reduce the amaxes of all weights under the root if ``shard``, or one with its common scale, was written."""
     # FSDP2 pads the parts of some ranks anew when it likes, which are other tensors then: not all
     # ranks see a write, so that all renew the scale
@@ -22,7 +23,7 @@ def renew(shard: Shard, mine: MasterWeight, common: Any) -> None:
         uneven = False
     else:
         uneven = shard.plan.reduce is None and bool(shard.sharded.size[0] % shard.sharded.num_ranks)
-        alike = _alike(shard, mine)
+        alike = _alike(shard, common)
         if not uneven and all(one.reduced == one.written(part) for one, part in alike):
             return
     group = shard.sharded.process_group
@@ -46,9 +47,8 @@ def renew(shard: Shard, mine: MasterWeight, common: Any) -> None:
         one.reduced = one.written(part)
 
 
-def _alike(shard: Shard, mine: MasterWeight) -> list[tuple[Any, MasterWeight]]:
+def _alike(shard: Shard, common: CommonScale) -> list[tuple[Shard, MasterWeight]]:
     """Return the weights with the same common scale, itself included, and their local shards."""
-    common = shard.common
     known = []
     for part in common.parts:
         one = None if part.record.shard is None else part.record.shard()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 from hybridtensor.distributed.fsdp.plan import (
     COLUMN,
@@ -18,6 +17,7 @@ from hybridtensor.distributed.fsdp.plan import (
 from hybridtensor.formats import Format
 from hybridtensor.ops.groups import stack_layouts
 from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.subclasses.intercepting import InterceptingTensor
 
 
 def stack_pieces(
@@ -57,7 +57,11 @@ def _make_stack_plan(
 
 
 def stack_plan(
-    weight: Any, config: HybridConfig, size: tuple[int, ...], num_ranks: int, dim: int
+    weight: InterceptingTensor,
+    config: HybridConfig,
+    size: tuple[int, ...],
+    num_ranks: int,
+    dim: int,
 ) -> Plan:
     """Return the plan of a stack of experts' weights of ``size`` as stored, sharded along ``dim``."""
     rows, columns = size[:0:-1] if weight.is_transposed else size[1:]

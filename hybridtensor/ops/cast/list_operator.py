@@ -101,7 +101,9 @@ def _in_order(made: Sequence[Sequence[Tensor]], noted: list[Tensor]) -> list[Ten
     ]
 
 
-def _faces_fake(xs: list[Tensor], request: str, *others: Any, notes: int = 0) -> list[Tensor]:
+def _faces_fake(
+    xs: list[Tensor], request: str, *others: Any, after: object = None, notes: int = 0
+) -> list[Tensor]:
     notes = others[5] if len(others) > 5 else notes
     parsed = parse_request(request)
     return [tensor for x in xs for tensor in faces_like(x, parsed, notes)]
