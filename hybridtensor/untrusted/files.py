@@ -67,7 +67,7 @@ def read_json(
         OSError: If it cannot be read.
     """
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) != len(pairs):
             raise ValueError("a name is in it twice")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ _PICKLE = "data.pkl"
 _DEEPEST = 100
 
 
-def read_value(stream: IO[bytes]) -> Any:
+def read_value(stream: IO[bytes]) -> object:
     """Return a stored non-tensor with its tensors on the host; raise ValueError if it is damaged or not safe."""
     return _load(stream, NumpyReader())
 
@@ -31,7 +31,7 @@ def read_tensor(stream: IO[bytes]) -> Tensor:
     return loaded
 
 
-def _load(stream: IO[bytes], arrays: NumpyReader | None = None) -> Any:
+def _load(stream: IO[bytes], arrays: NumpyReader | None = None) -> object:
     check_archive(stream)
     stream.seek(0)
     try:

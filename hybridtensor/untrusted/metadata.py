@@ -30,8 +30,8 @@ METADATA = ".metadata"
 _LIMIT = 1 << 30  # some hundred bytes per part of a tensor on a rank
 _FORMER_NAMES = {"quantization_state.scale": "quantization_state.encode_scale"}
 # Where a writer of files has put an item, and what stands for a memory format
-_StorageInfo: type[Any] = getattr(filesystem, "_StorageInfo", object)
-_MemoryFormat: type[Any] = getattr(dcp, "_MEM_FORMAT_ENCODING", object)
+_StorageInfo: type = getattr(filesystem, "_StorageInfo", object)
+_MemoryFormat: type = getattr(dcp, "_MEM_FORMAT_ENCODING", object)
 
 _FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
     dcp.Metadata: {
@@ -184,7 +184,7 @@ def _read_records(data: bytes) -> dcp.Metadata:
     return found
 
 
-def _check_record(record: Any, kind: type, what: str) -> None:
+def _check_record(record: object, kind: type, what: str) -> None:
     """Raise ValueError unless a record is of ``kind`` and has its fields with their types."""
     _require(type(record) is kind, f"{kind.__name__} as {what}")
     given = vars(record)

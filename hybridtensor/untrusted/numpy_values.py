@@ -11,7 +11,10 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from types import FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NUMBERS = re.compile(r"b1|[iu][1248]|f[248]|c(8|16)")
@@ -25,19 +28,21 @@ class _DType:
             raise ValueError(f"a numpy dtype of numbers is required, got {str(code)[:20]!r}")
         self.code, self.order = code, "="
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         if type(state) is not tuple or len(state) < 2 or state[1] not in ("<", ">", "|", "="):
             raise ValueError("the state of a numpy dtype is required")
         self.order = state[1]
 
-    def take(self, data: object, shape: tuple[int, ...], order: str = "C") -> Any:
+    def take(
+        self, data: object, shape: tuple[int, ...], order: Literal["C", "F"] = "C"
+    ) -> np.ndarray:
         """Return the array of ``shape`` stored in bytes."""
         import numpy as np
 
         dtype = np.dtype(self.order + self.code)
         if type(data) is not bytes or len(data) != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"the bytes of a numpy array of {shape} are required")
-        return np.frombuffer(data, dtype).reshape(shape, order=order).copy(order=order)  # type: ignore[call-overload]
+        return np.frombuffer(data, dtype).reshape(shape, order=order).copy(order=order)
 
 
 class _Array:
@@ -46,7 +51,7 @@ class _Array:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self) -> None:
-        self.values: Any = None
+        self.values: np.ndarray | None = None
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, fortran, data = state
@@ -60,7 +65,7 @@ class _ArrayType:
     """Placeholder of numpy's array class, which pickles name but never call."""
 
 
-def _scalar(dtype: object, data: object = None) -> Any:
+def _scalar(dtype: object, data: object = None) -> object:
     if type(dtype) is not _DType:
         raise ValueError("a numpy number is required")
     return dtype.take(data, ())[()]
@@ -78,7 +83,7 @@ class NumpyReader:
     def __init__(self) -> None:
         self._made: list[_Array] = []
 
-    def stand_ins(self) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
+    def stand_ins(self) -> list[Callable[..., object] | tuple[Callable[..., object], str]]:
         """Return the functions that replace numpy's own, by the name in pickles."""
         return [
             (_DType, "numpy.dtype"),
@@ -95,17 +100,17 @@ class NumpyReader:
         self._made.append(_Array())
         return self._made[-1]
 
-    def with_arrays(self, value: Any) -> Any:
+    def with_arrays(self, value: object) -> object:
         """Replace placeholders by their arrays in nested containers; raise ValueError for one elsewhere or without
         data."""
-        known: dict[int, Any] = {}
+        known: dict[int, object] = {}
         found = _replaced(value, known)
         if not all(id(made) in known for made in self._made):
             raise ValueError("numpy arrays in lists, tuples and dictionaries are required")
         return found
 
 
-def _replaced(value: Any, known: dict[int, Any]) -> Any:
+def _replaced(value: Any, known: dict[int, object]) -> object:
     if isinstance(value, _Array):
         if value.values is None:
             raise ValueError("a numpy array with its bytes is required")

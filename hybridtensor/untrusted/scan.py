@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickletools
 from collections.abc import Iterator, Mapping, Sequence
+from pickletools import OpcodeInfo
 from typing import Any
 
 _DEEPEST, _LARGEST = 100, 10**7
@@ -40,13 +41,13 @@ class _Part:
 
     __slots__ = ("depth", "extent", "held", "made_by", "name", "parts")
 
-    def __init__(self, made_by: str, parts: Sequence[Any] = (), limit: int = 1, name: str = ""):
+    def __init__(self, made_by: str, parts: Sequence[object] = (), limit: int = 1, name: str = ""):
         self.made_by, self.name, self.parts = made_by, name, parts if "TUPLE" in made_by else ()
         self.extent, self.depth, self.held = 1, 1, False
         if parts:
             self.take(parts, limit)
 
-    def take(self, parts: Sequence[Any], limit: int) -> None:
+    def take(self, parts: Sequence[object], limit: int) -> None:
         """Add parts; no genuine pickle adds to a value that is already part of another."""
         self.extent += len(parts)
         for part in parts:
@@ -85,7 +86,7 @@ class Scan:
         # Nearly all that is in a memo is never fetched: it would be thousands of objects for Python's
         # collector of garbage, which then looks at all of the process
         fetched = {at for code, at, _ in pickletools.genops(data) if code.name in _GETS}
-        opcodes: Iterator[tuple[Any, Any, Any]] = pickletools.genops(stream)
+        opcodes: Iterator[tuple[OpcodeInfo, Any, Any]] = pickletools.genops(stream)
         for opcode, argument, start in opcodes:
             name = opcode.name
             if start >= self._frame > 0:
