@@ -102,7 +102,7 @@ def _plain_modules(
 
 def _compressed_tensors(
     quantized: list[Exported], names: Names, plain: list[str], static_inputs: bool
-) -> dict[str, Any]:
+) -> Settings:
     """Return the configuration of compressed-tensors: a group of layers for each way that weights and inputs are
     stored.
     """

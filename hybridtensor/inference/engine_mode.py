@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from hybridtensor.inference.input_scales import scales_beside
 from hybridtensor.inference.stored import packed_matrix, packed_stack
 from hybridtensor.inference.weights import Exported
 from hybridtensor.quantizers import OneFormatQuantizer
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 
 RULES = ("tensor", "token", "1x128", "1x32", "1x16")
 _OF_FORMAT: dict[Format, str | None] = {
@@ -92,8 +93,8 @@ class Engine(TorchFunctionMode):
         self._weights = weights
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         found = [self._weights.get(_address(arg)) for arg in args if isinstance(arg, Tensor)]
         weight = next((one for one in found if one is not None), None)
@@ -109,7 +110,7 @@ def _linear(weight: EngineWeight, x: Tensor, at: Tensor, bias: Tensor | None = N
 
 
 def _grouped(
-    weight: EngineWeight, x: Tensor, at: Tensor, offs: Tensor | None = None, **options: Any
+    weight: EngineWeight, x: Tensor, at: Tensor, offs: Tensor | None = None, **options: object
 ) -> Tensor:
     """Multiply tokens sorted by expert, or row groups; rows of no expert become zeros."""
     weight = weight if offs is not None else weight.cut(x.shape[0])
@@ -126,7 +127,7 @@ def _grouped(
     return out
 
 
-_PRODUCTS: dict[Any, Callable[..., Tensor]] = {
+_PRODUCTS: dict[Func, Callable[..., Tensor]] = {
     F.linear: _linear,
     torch._grouped_mm: _grouped,
     torch.bmm: lambda weight, x, at: _grouped(weight, x, at),

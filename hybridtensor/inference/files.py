@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from hybridtensor.arguments import require_int, require_module, require_path
 from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, together
 from hybridtensor.inference.config import inference_config
-from hybridtensor.inference.layouts import AUTO
+from hybridtensor.inference.layouts import AUTO, Settings
 from hybridtensor.inference.names import unwrapped
 from hybridtensor.inference.tensors import BUCKET, inference_tensors
 from hybridtensor.untrusted.files import digest_file, own_folder, sync_folder
@@ -90,10 +89,16 @@ def export_pretrained(
         return safetensors(who), Path(folder)
 
     library, target = everyone(read)
-    sending: dict[str, Any] = {"ranks": "first", "bucket_bytes": bucket_bytes, "timeout": timeout}
-    stored: dict[str, Any] = {"experts": experts, "static_inputs": static_inputs}
-    tensors = inference_tensors(model, layout, dtype=dtype, **stored, **sending)
-    config = everyone(lambda: _config(model, inference_config(model, layout, **stored), dtype))
+    tensors = inference_tensors(
+        model, layout, experts=experts, dtype=dtype, bucket_bytes=bucket_bytes, ranks="first",
+        static_inputs=static_inputs, timeout=timeout,
+    )  # fmt: skip
+
+    def described() -> Settings:
+        told = inference_config(model, layout, experts=experts, static_inputs=static_inputs)
+        return _config(model, told, dtype)
+
+    config = everyone(described)
     with contextlib.ExitStack() as stack:
         made = _written(stack, library, target, tensors, shard_bytes) if first else None
         collections.deque(tensors, maxlen=0)  # other ranks wait in their gathers until all are done
@@ -120,7 +125,7 @@ def _written(
     return folder
 
 
-def _finished(who: str, made: Path | Exception, target: Path, config: dict[str, Any]) -> None:
+def _finished(who: str, made: Path | Exception, target: Path, config: Settings) -> None:
     """Write everything else and give the folder its name, or raise the error that there was."""
     if isinstance(made, Exception):
         raise made
@@ -176,12 +181,12 @@ def _shards(tensors: Iterator[tuple[str, Tensor]], most: int) -> Iterator[dict[s
     yield shard
 
 
-def _config(model: nn.Module, quantization: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def _config(model: nn.Module, quantization: Settings, dtype: torch.dtype) -> Settings:
     inner = unwrapped(model)
-    own = getattr(inner, "config", None)
-    config: dict[str, Any] = {}
-    if callable(getattr(own, "to_dict", None)):
-        config = copy.deepcopy(own.to_dict())  # type: ignore[union-attr]
+    to_dict = getattr(getattr(inner, "config", None), "to_dict", None)
+    config: Settings = {}
+    if callable(to_dict):
+        config = copy.deepcopy(to_dict())
         config["architectures"] = [type(inner).__name__.removeprefix("FSDP")]
         config["dtype"] = str(dtype).removeprefix("torch.")
     if quantization:
@@ -191,7 +196,7 @@ def _config(model: nn.Module, quantization: dict[str, Any], dtype: torch.dtype) 
     return config
 
 
-def _write_rest(folder: Path, config: dict[str, Any]) -> None:
+def _write_rest(folder: Path, config: Settings) -> None:
     """Write the configuration, and the digests of all files, and bring everything to the disk."""
     _write_json(folder / CONFIG, config)
     files = {}

@@ -29,7 +29,7 @@ Packed = dict[str, Tensor]
 """Tensors of a weight, by what their names end in."""
 
 Settings = dict[str, Any]
-"""What a configuration says of weights or inputs."""
+"""What a configuration says: of weights or inputs, or all of it."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def _nvfp4(face: Face) -> Packed:
     }
 
 
-def _float8(strategy: str, **more: Any) -> Settings:
+def _float8(strategy: str, **more: object) -> Settings:
     return {
         "num_bits": 8,
         "type": "float",

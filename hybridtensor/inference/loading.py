@@ -6,13 +6,13 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hybridtensor.arguments import require_flag, require_module, require_path, told
 from hybridtensor.distributed.checkpoint.ranks import is_sharded
+from hybridtensor.formats import Format
 from hybridtensor.inference.input_scales import stored_inputs
 from hybridtensor.inference.layouts import Packed
 from hybridtensor.inference.names import Names, prefix_of
@@ -258,13 +258,13 @@ def _rows_together(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(dtype)
 
 
-def _joined(name: str, value: Any, faces: list[Face], turned: bool) -> Tensor:
+def _joined(name: str, value: Tensor, faces: list[Face], turned: bool) -> Tensor:
     """Return a stack of the faces of its matrices, as the parameter takes it."""
     rows, columns = value.shape[-2:][::-1] if turned else value.shape[-2:]
     for face in faces:
         _require_shape(name, (rows, columns), _size(face))
     fmt = _own_format(value)
-    if fmt is None:
+    if fmt is None or not isinstance(value, HybridTensor):
         values = torch.stack([_values(name, face, value) for face in faces])
         return values.transpose(-2, -1) if turned else values
     own = [in_format(name, face, fmt) for face in faces]
@@ -282,10 +282,10 @@ def _stack_of(faces: list[Face]) -> Face:
     return Face.of(tensors, faces[0].kind)
 
 
-def _as_value(name: str, value: Any, face: Face) -> Tensor:
+def _as_value(name: str, value: Tensor, face: Face) -> Tensor:
     """Return a face as a parameter takes it: as it is, or its values."""
     fmt = _own_format(value)
-    if fmt is None:
+    if fmt is None or not isinstance(value, HybridTensor):
         return _values(name, face, value)
     size = value.shape[::-1] if value.is_transposed else value.shape
     _require_shape(name, size, _size(face))
@@ -349,16 +349,16 @@ def _values(name: str, face: Face, value: Tensor) -> Tensor:
     return values.to(value.device)
 
 
-def _columnwise(value: Any, row: Face) -> Face | None:
+def _columnwise(value: HybridTensor, row: Face) -> Face | None:
     """Return the columnwise face of a matrix of a persistent weight, if that has one of its own."""
     other = value.rowwise if value.is_transposed else value.columnwise
     if other is None or follows_rowwise(value):
         return None
     context = value.context._replace(record=False, groups=None)
-    return columnwise_of_stored(value.config.weight, row, value.dtype, context)
+    return columnwise_of_stored(value.recipe.weight, row, value.dtype, context)
 
 
-def _hybrid(value: Any, row: Face, column: Face | None) -> HybridTensor:
+def _hybrid(value: HybridTensor, row: Face, column: Face | None) -> HybridTensor:
     """Return faces as a tensor of the kind of a persistent weight, as linear layers have it."""
     turned = value.is_transposed
     size = (*value.shape[:-2], value.shape[-1], value.shape[-2]) if turned else tuple(value.shape)
@@ -368,7 +368,7 @@ def _hybrid(value: Any, row: Face, column: Face | None) -> HybridTensor:
     return HybridTensor(first, face_tensor(column, 0, size, value.dtype))
 
 
-def _own_format(value: Any) -> Any:
+def _own_format(value: Tensor) -> Format | None:
     """Return the format of the face that the forward multiplies of a persistent weight, or None."""
     if not isinstance(value, HybridTensor):
         return None

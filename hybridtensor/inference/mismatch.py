@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +109,7 @@ class Mismatch(Printed):
 @torch.no_grad()
 def mismatch(
     model: nn.Module,
-    batch: Any,
+    batch: object,
     layout: str = AUTO,
     activation: str | None = None,
     *,
@@ -207,18 +207,18 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _called(model: nn.Module, batch: Any) -> Any:
+def _called(model: nn.Module, batch: object) -> object:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
-_Calls = list[tuple[tuple[Any, ...], dict[str, Any], Any]]
+_Calls = list[tuple[tuple[object, ...], dict[str, object], object]]
 
 
 def _recorded(
-    model: nn.Module, batch: Any, found: list[Exported]
-) -> tuple[list[tuple[str, _Calls, list[Exported]]], Any]:
+    model: nn.Module, batch: object, found: list[Exported]
+) -> tuple[list[tuple[str, _Calls, list[Exported]]], object]:
     """Return the calls of every module that has converted weights, with these, and the outputs."""
     names = {id(module): name for name, module in model.named_modules()}
     of: dict[str, list[Exported]] = {}
@@ -271,7 +271,7 @@ def _compared(
     return LayerMismatch(name, layouts, "/".join(rules), bits, value, differing / max(total, 1))
 
 
-def _tensors(output: Any) -> list[Tensor]:
+def _tensors(output: object) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [output]
     return (
@@ -294,7 +294,7 @@ def _ulps(one: Tensor, other: Tensor) -> Tensor:
     return (places[0] - places[1]).abs()
 
 
-def _logits(output: Any) -> Tensor:
+def _logits(output: object) -> Tensor:
     logits = getattr(output, "logits", output)
     if isinstance(logits, (tuple, list)) and logits:
         logits = logits[0]

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -179,7 +178,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def of_transformers(model: nn.Module) -> Any:
+def of_transformers(model: nn.Module) -> nn.Module | None:
     """Return the Transformers model that ``model`` is or wraps, or None."""
     library, inner = sys.modules.get("transformers"), unwrapped(model)
     return inner if library is not None and isinstance(inner, library.PreTrainedModel) else None
@@ -215,7 +214,7 @@ def _reverter(model: nn.Module, bare: bool) -> _Revert | None:
 
 
 @contextlib.contextmanager
-def _as_made(model: Any) -> Iterator[None]:
+def _as_made(model: nn.Module) -> Iterator[None]:
     """Hide the weight conversions of the checkpoint a model came from: Transformers then uses all it knows."""
     loaded = model.__dict__.pop("_weight_conversions", None)
     try:

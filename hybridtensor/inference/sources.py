@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -104,12 +104,17 @@ def _ready(one: Exported, places: Places, dtype: torch.dtype) -> Face | Tensor |
         return face if face is not None else _made(one, one.part.source)
     if face is None:  # values that are quantized once they are whole
         return _source(one, places, one.part.plain)
-    value: Any = one.value
-    return Source(_parts_of_face(one, face), _as_matrices(one, places), _spread(value))
+    return Source(_parts_of_face(one, face), _as_matrices(one, places), _spread(one))
 
 
-def _spread(value: DTensor) -> Spread:
+def _whole(one: Exported) -> DTensor:
+    """Return a weight of which this rank has a part."""
+    return cast(DTensor, one.value)
+
+
+def _spread(one: Exported) -> Spread:
     """Return over which ranks parts are, where there are some."""
+    value = _whole(one)
     spread = spread_of(value)
     if spread is None:
         raise ValueError(
@@ -167,13 +172,12 @@ def _made(one: Exported, values: Tensor) -> Face:
 
 
 def _placements(one: Exported) -> tuple[object, ...]:
-    value: Any = one.value
-    return tuple(value.placements)
+    return tuple(_whole(one).placements)
 
 
 def _place(one: Exported) -> BucketPlace:
     """Return where this rank's part begins in the whole, as that is stored, and its shape."""
-    value: Any = one.value
+    value = _whole(one)
     # private to torch's checkpoints, which say so where parts of parts are cut
     shape, offset = compute_local_shape_and_global_offset(
         value.shape, value.device_mesh, value.placements
@@ -191,10 +195,10 @@ def _as_matrices(one: Exported, places: Places) -> Places:
 
 
 def _source(one: Exported, places: Places, values: Tensor) -> Source:
-    value: Any = one.value
+    value = one.value
     strides = torch.empty(value.shape, device="meta").stride()
     whole = Whole(tuple(value.shape), strides, (1,) * value.dim(), values)
-    return Source([whole], places, _spread(value))
+    return Source([whole], places, _spread(one))
 
 
 def _layouts(one: Exported) -> list[TensorLayout]:

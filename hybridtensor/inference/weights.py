@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from hybridtensor.distributed.checkpoint.plain import named_buffers, named_parameters
 from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.distributed.fsdp.planning import plan_of
+from hybridtensor.distributed.fsdp.sending import Weight
 from hybridtensor.distributed.fsdp.shard import Shard, shard_of
 from hybridtensor.distributed.fsdp.torch_compat import Sharded, everything
 from hybridtensor.dtensor import local
@@ -269,19 +270,17 @@ def _of(
     return one if not isinstance(value, DTensor) else one._replace(format=_of_parts(who, one, fmt))
 
 
-def _format(who: str, name: str, part: Any) -> Format:
+def _format(who: str, name: str, part: Weight) -> Format:
     """Return the format of the face that the forward multiplies."""
     if not isinstance(part, HybridTensor):
-        fmt: Format = part.recipe.weight.rowwise_format
-        return fmt
+        return part.recipe.weight.rowwise_format
     face = part.columnwise if part.is_transposed else part.rowwise
     if face is None:
         raise ValueError(
             f"{who}: {name}: a persistent weight with the face that the forward multiplies is required, got "
             "none; load one with both faces"
         )
-    found: Format = face.format
-    return found
+    return face.format
 
 
 def _of_parts(who: str, one: Exported, fmt: Format) -> Format:

@@ -50,7 +50,7 @@ def write(who: str, model: nn.Module, state: dict[str, Tensor], inputs: Inputs) 
         raise
 
 
-def _former(value: Any) -> list[Callable[[], None]]:
+def _former(value: Tensor) -> list[Callable[[], None]]:
     """Return functions that undo a write of a parameter or buffer: they restore its data, the state of its layer, and
     the weights that share its common scale, which a write requantizes.
     """

@@ -115,7 +115,7 @@ def _rotated(quantizer: ours.Quantizer) -> ours.Quantizer | None:
     return dataclasses.replace(quantizer, hadamard=True)
 
 
-def _four_over_six(quantizer: ours.NVFP4Quantizer) -> dict[str, Any]:
+def _four_over_six(quantizer: ours.NVFP4Quantizer) -> dict[str, object]:
     """Return the options of TransformerEngine's quantizer, which earlier versions lack, where they are needed."""
     if quantizer.four_over_six is None:
         return {}
