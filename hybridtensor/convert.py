@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from typing import TypedDict
 
 import torch
 from torch import nn
@@ -62,6 +63,18 @@ from hybridtensor.torchao_compat import FqnToConfig, register_quantize_module_ha
 from hybridtensor.undo import Undo, all_or_nothing
 
 _logger = logging.getLogger("hybridtensor")
+
+
+class Options(TypedDict, total=False):
+    """The arguments of ``quantize_`` by name, for functions that pass them on."""
+
+    filter_fn: Filter | None
+    keep_bf16: Iterable[str]
+    persistent: bool
+    name: str | None
+    transposed: Iterable[str]
+    common_scale: Iterable[Siblings]
+    keep_faces: str | None
 
 
 def quantize_(

@@ -1,11 +1,13 @@
 """What type checkers say of calls, and what editors offer."""
 
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import get_args
 
+from hybridtensor.convert import Options, quantize_
 from hybridtensor.recipes import RECIPES
 from hybridtensor.recipes.words import RecipeName
 
@@ -25,3 +27,8 @@ def test_wrong_calls_and_only_these_are_told_by_mypy():
 
 def test_editors_offer_the_names_of_recipes():
     assert get_args(RecipeName) == tuple(RECIPES)
+
+
+def test_options_that_are_passed_on_are_those_of_quantize():
+    named = [p.name for p in inspect.signature(quantize_).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert list(Options.__annotations__) == named

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from types import ModuleType
-from typing import Any
+from typing import Unpack
 
 import torch
 from lightning.fabric.plugins import precision as fabric
@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hybridtensor.arguments import require_choice
-from hybridtensor.convert import quantize_
+from hybridtensor.convert import Options, quantize_
 from hybridtensor.dtensor import local
 from hybridtensor.selection import Recipe
 from hybridtensor.state.step import step_, step_after
@@ -33,7 +33,9 @@ class _Converting:
 
     _kinds: ModuleType = fabric
 
-    def __init__(self, recipe: Recipe, *, precision: str = "32-true", **options: Any) -> None:
+    def __init__(
+        self, recipe: Recipe, *, precision: str = "32-true", **options: Unpack[Options]
+    ) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         made = {
             "32-true": lambda: self._kinds.Precision(),
@@ -102,8 +104,10 @@ class FabricHybridPrecision(_Converting, fabric.Precision):
         ValueError: If ``precision`` is another.
     """
 
-    def __init__(self, recipe: Recipe, **options: Any) -> None:
-        super().__init__(recipe, **options)
+    def __init__(
+        self, recipe: Recipe, *, precision: str = "32-true", **options: Unpack[Options]
+    ) -> None:
+        super().__init__(recipe, precision=precision, **options)
         self._leaders: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer] | None]
         self._leaders = weakref.WeakKeyDictionary()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import nn
 from torchtitan.protocols.model import ModelConfigConverter
@@ -13,7 +13,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from hybridtensor.arguments import require_kind
-from hybridtensor.convert import quantize_
+from hybridtensor.convert import Options, quantize_
 from hybridtensor.distributed.mesh import set_mesh_
 from hybridtensor.selection import Recipe
 from hybridtensor.state.layer import LayerState
@@ -63,7 +63,7 @@ class HybridConverter(ModelConfigConverter):
         return Converted(**{name: getattr(model_config, name) for name in given})
 
 
-def quantized(spec: ModelSpec, recipe: Recipe, **options: Any) -> ModelSpec:
+def quantized(spec: ModelSpec, recipe: Recipe, **options: Unpack[Options]) -> ModelSpec:
     """Return ``spec`` with models that are quantized before they are parallelized, and advance.
 
     ::
@@ -119,7 +119,7 @@ def advancing(spec: ModelSpec) -> ModelSpec:
     return dataclasses.replace(spec, post_optimizer_build_fn=build_and_advance)
 
 
-def _convert(model: nn.Module, recipe: Recipe, **options: Any) -> nn.Module:
+def _convert(model: nn.Module, recipe: Recipe, **options: Unpack[Options]) -> nn.Module:
     """Quantize a model, and have its state be modules as torchtitan's are."""
     for state in layer_states(quantize_(model, recipe, **options)):
         state.__class__ = TitanLayerState
