@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
         @classmethod
         def apply(cls, *inputs: object) -> Any:
-            """Return what ``forward`` does."""
+            """Return the result of ``forward``."""
 
 else:
     Ctx, Function = FunctionCtx, torch.autograd.Function
