@@ -80,6 +80,7 @@ class Exchange:
 
     def is_of(self, shards: list[Shard]) -> bool:
         """Return whether this exchange was built for those shards and their present local tensors."""
+        # Plans by identity: an equal number of shards may have another recipe, with other amaxes.
         if len(shards) != len(self._shards):
             return False
         known = zip(shards, self._shards, self._plans, strict=True)
@@ -95,6 +96,8 @@ class Exchange:
                 self._measure(index, shard, values)
             shard.amaxes, shard.order = self._amaxes[index], self._order
             shard.seen = None  # another rank may have written its part
+        # One collective for all weights under the root: per weight, latency would be paid before
+        # each gather.
         dist.all_reduce(self._all, dist.ReduceOp.MAX, group=self._shards[0].sharded.process_group)
 
     def _measure_tensors(self, parts: list[Tensor]) -> None:

@@ -40,8 +40,11 @@ class Ready:
             slots = [slot for one in self._stretches for slot in one.slots]
             self._stretches = [Stretch(tuple(slots))]
         sent = payload.sent(self._stretches)
+        # With one rank FSDP2 reads ``all_gather_inputs[0]`` of every parameter: of those that send
+        # nothing, too, there must be one.
         nothing = (sent[0].new_empty(0),) if self._ranks == 1 else ()
         self.buffers = [tensor.new_empty(self._ranks * tensor.numel()) for tensor in sent]
+        # FSDP2 allocates their storage before it copies into them (``alloc_all_gather_outputs``).
         for buffer in self.buffers:
             free_storage(buffer)
         self.answers: list[Answer] = []
@@ -58,10 +61,13 @@ class Ready:
             *(shard.faces for shard in self._shards),
             *(flat.untyped_storage()._cdata for flat in received),
         )
+        # ``_cdata`` is private: the address of the storage object, which stays when FSDP2 frees and
+        # allocates its memory.
         if self._copies is None or self._of != of:
             with torch.inference_mode(False):
                 self._copies, self._of = self._new_copies(received), of
         self._copies.run()
+        # After all copies, which fill the rowwise faces that are read here.
         for shard, (_, columnwise) in zip(self._shards, self._wanted, strict=True):
             if columnwise and shard.plan.column.kind == ROW and not shard.plan.shares:
                 shard.requantize(_known(shard))
@@ -135,6 +141,9 @@ class Bundle:
             replayed = any(shard.replayed for shard in self._shards)
             self._time, self._may_keep = time, self._keeps and not replayed
         keeps = self._may_keep and not recorded
+        # FSDP2 copies an offloaded shard to the device in each gather, and calls the hook of the
+        # copy: only then is there something to quantize. On a mesh of CPUs the copy is the shard
+        # itself.
         if keeps and self._is_offloaded:
             keeps = all(part.device == self._device for part in parts)
         payload = self._kept() if keeps else self._to_pass(recorded)
@@ -171,6 +180,8 @@ class Bundle:
             with torch.no_grad():
                 ready.unpack(self._received)
             self._shards[self.sender].sharded.gather_into([])
+            # FSDP2 no longer knows these buffers: it would free them at the reshard only, which
+            # with ``reshard_after_forward=False`` comes after backward.
             for tensor in self._received:
                 free_storage(tensor)
             if payload is self._passing:
@@ -250,6 +261,8 @@ class Bundle:
         if again is None:
             again = fill(share, part, shard.part, runs=False)
             share.keep(again, plain, others)
+        # Weak, and watched: a cached payload must not keep the memory of a weight that was
+        # replaced, and is dropped together with it.
         if share.of is None or share.of() is not plain:
             share.of = weakref.ref(plain, self._keeper.forget)
         return again

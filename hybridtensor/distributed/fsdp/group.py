@@ -47,6 +47,8 @@ class Gather:
                 (s.sharded, s.needed(w)) for s, w in zip(self._shards, self._wanted, strict=True)
             ]
             self._needed = [(sharded, needed) for sharded, needed in pairs if needed is not None]
+        # Before FSDP2 gathers: it allocates the tensors of this list before it calls the second
+        # hook, and those of the last gather may be another face's.
         for sharded, needed in self._needed:
             sharded.free_on_reshard(needed)
         answers: Sequence[Answer | None] = [None] * len(parts)
@@ -106,6 +108,8 @@ class WeightGroup:
             self._kinds = kinds
         parts: list[Any] = [every[index] for index in self._indices]
         adopts = not sharded.before_backward
+        # All weights are looked at before any is quantized: renewing the amaxes of one may change
+        # what another one is scaled by.
         for shard, part in zip(self.shards, parts, strict=True):
             if shard.note(part, adopts=adopts):
                 self._time += 1

@@ -75,6 +75,8 @@ def find(module: nn.Module, tensor: InterceptingTensor) -> Shard:
 
 def _is_part(shard: Shard, tensor: InterceptingTensor) -> bool:
     """Return whether a tensor is the local shard, or a copy of it on another device."""
+    # With CPU offload FSDP2 calls the hook of ``local_tensor.to(device)``: a new object with a
+    # record of its own. Layer and shape say which weight it is a copy of.
     mine = shard.sharded.tensor
     return isinstance(mine, InterceptingTensor) and (
         mine.record is tensor.record or (mine.layer is tensor.layer and mine.shape == tensor.shape)
@@ -136,12 +138,16 @@ class _Gathering:
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the gathered weight, and the tensors whose storage FSDP2 manages."""
         shard, sent = metadata
+        # Under tensor parallelism FSDP2 wraps what the first call returned into a DTensor, and
+        # passes that one from the second call on.
         gathered = None if out is None else local(out)
         return shard.receive(tensor, outputs, sent, dtype, gathered)
 
     @staticmethod
     def check_shards(weight: InterceptingTensor, size: int, dim: int) -> None:
         """Raise if shards of ``size`` along ``dim`` of a persistent weight cannot be gathered."""
+        # ``fully_shard`` splits by ``torch.chunk``, which passes the size of a part only; of ranks
+        # without a part nothing is seen here.
         shape, num_ranks = tuple(weight.shape), -(-weight.shape[dim] // size)
         if num_ranks == 1:
             return
@@ -206,6 +212,7 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
                 sources = fresh.cut(dim, first, values.shape[0]).tensors()
             for target, source in zip(_tensors(face), sources, strict=True):
                 target.copy_(source)
+        # Mostly none: such a face aliases the rowwise one, unless something copied the two apart.
         for source, follower in followers(part).values():
             follower.copy_(source)
         note_overwritten(part)

@@ -29,6 +29,7 @@ from hybridtensor.ops import CastInputs, Face, PreparedCast, PreparedList
 from hybridtensor.ops.face import face_layouts
 from hybridtensor.ops.groups import stack_layouts
 
+# Kernels are compiled for addresses that are multiples of 16 bytes, on which Triton specializes.
 _ALIGNMENT = 16
 _DIRECTIONS = (ROW, COLUMN)
 
@@ -91,6 +92,7 @@ class Stretch(NamedTuple):
 def wire(sendings: tuple[Sending, ...]) -> Wire:
     """Lay out the payload of several weights; high-precision values have the dtype of the computation."""
     slots, begin = [], 0
+    # By face, then by weight: what a gather of one face sends is then one stretch of bytes.
     for name in (*_DIRECTIONS, "values"):
         for weight, sending in enumerate(sendings):
             for piece in _pieces(sending, name) if name in sending.names else ():
@@ -165,11 +167,15 @@ class Share:
         sent = {slot.piece.index for slot in self._slots if slot.name == name}
         for index, layout in enumerate(face_layouts(plan.face(name).format, *matrix)):
             if index not in sent:
+                # Its place among the others is that in ``Face.tensors()``, the order in which casts
+                # write.
                 self.alike[name, index] = layout.empty(device)
                 self.tensors[name].insert(index, self.alike[name, index])
 
     def again(self, part: Tensor, others: tuple[object, ...]) -> Remake | None:
         """Return the cached cast that requantizes ``part``; None if it was made for another part or ``others``."""
+        # Identity is enough, and does not read the device: a prepared cast holds addresses, so that
+        # a new tensor needs a new cast even if its values are equal.
         known, inputs = self._inputs
         same = (
             known == place_of(part)
@@ -179,7 +185,7 @@ class Share:
         return self._again if same else None
 
     def keep(self, again: Remake | None, part: Tensor, others: tuple[object, ...]) -> None:
-        """Record the cast of ``part`` and ``others``, holding the part by a weak reference."""
+        """Record the cast of ``part``, by its place in memory, and ``others``."""
         self._again, self._inputs = again, (place_of(part), others)
 
     def fill(self, name: str, face: Face, first: int, rows: int) -> None:
@@ -225,6 +231,8 @@ class Payload:
     def cast(self, casts: list[Remake], values: Sequence[Tensor]) -> None:
         """Run the casts of weights, those with one key in one launch, for tensors with the memory layout of the
         first ones."""
+        # Casts have no ``__eq__``: lists are equal if they hold the same objects, those of the last
+        # step.
         if casts != self._casts[0]:
             by_kind: dict[object, list[int]] = {}
             for index, cast in enumerate(casts):
@@ -238,6 +246,8 @@ class Payload:
 
     def acquire(self) -> None:
         """Allocate the storage of the bytes."""
+        # Of a payload that is sent once: between gathers it holds no memory, while its views stay
+        # valid.
         alloc_storage(self._bytes)
 
     def release(self) -> None:

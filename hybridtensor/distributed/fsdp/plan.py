@@ -97,6 +97,9 @@ class Plan:
             if self.whole
             else {face.reduce for face in (self.row, self.column) if face.kind == "bytes"}
         )
+        # The finest: the amax of a tensor is the maximum of those of its columns, so that one
+        # all-reduce serves both faces. ``_one_exchange`` leaves no plan with blocks and something
+        # else.
         return next((need for need in ("blocks", "column", "tensor") if need in needs), None)
 
     @property
@@ -183,6 +186,7 @@ def pieces(fmt: Format, direction: str, rows: int, columns: int) -> tuple[Piece,
     return tuple(made)
 
 
+# Cached for identity, not for speed alone: payloads and exchanges compare plans by ``is``.
 @functools.lru_cache(maxsize=1024)
 def make_plan(
     config: HybridConfig,
@@ -220,6 +224,8 @@ def make_plan(
     if "blocks" in (row.reduce, column.reduce):
         row, column = _one_exchange(row, column)
     square = isinstance(quantizer, OneFormatQuantizer) or row_quantizer == column_quantizer
+    # Stochastic rounding draws for each face by itself, so that one is not the transpose of the
+    # other.
     transposed = (
         square and not of_rowwise and row.format.is_square and not quantizer.stochastic
     ) or (row.kind == column.kind == "values")

@@ -76,6 +76,8 @@ def fill(
         prepared = part.prepare_into(out, rowwise=rowwise, columnwise=columnwise)
         if prepared is not None:
             cast = Remake(*prepared, out)
+            # Values that the recipe rounds first are a temporary copy, which a launch for the whole
+            # group, later, could no longer read.
             if values is tensor.plain and not runs:
                 return cast
             cast.run(values)

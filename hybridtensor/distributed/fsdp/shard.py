@@ -79,6 +79,8 @@ class Shard:
     def adopt(self, config: HybridConfig) -> None:
         """Adopt a recipe, and make its plan."""
         if not self.has_recipe or self.config is not config:
+            # The gathers of the whole group, which shares this dictionary: what was prepared for
+            # them has this weight's former plan.
             self.config, self.plan, self.has_recipe = config, plan_of(self.sharded, config), True
             self.gathers.clear()
             if isinstance(self.sharded.tensor, HybridTensor):
@@ -110,6 +112,7 @@ class Shard:
         # The record itself, so that nothing else gets its address; and the DTensor's version, which
         # graphs increment
         seen: tuple[object, ...] = record, config, layer
+        # Nothing that a persistent weight sends is cached, so that its writes need not be noticed.
         if isinstance(part, MasterWeight):
             scales = getattr(layer, "version", None)
             seen = record, config, layer, self.sharded.version, part.version, scales
@@ -156,6 +159,8 @@ class Shard:
     def _agree(self, part: Weight, common: CommonScale | None) -> None:
         """Agree with the other ranks where this weight was written or has a new recipe."""
         if self.agreed is not self.config:
+            # By value, before the collective: an equal recipe in another object is agreed on
+            # already, and all ranks must come to the same answer.
             if self.agreed != self.config:
                 check_recipes([shard for shard, _ in self.with_all()])
             self.agreed = self.config
@@ -235,6 +240,8 @@ class Shard:
         record.layer, record.first = own.layer, own.first
         needed = faces.needed(*sent.wanted)
         if sent.bundle is not None:
+            # Two of a bundle have something to do: the one that sends the bytes of all, and the
+            # last one, at which all have arrived.
             if sent.acts:
                 sent.bundle.receive(sent.place, outputs)
             return out, needed
@@ -252,6 +259,8 @@ class Shard:
             faces = self.faces
             if faces is None or self._made_for != (self.plan, dtype):
                 faces = self._new_faces(tensor, dtype)
+            # Modules, autograd and compiled graphs hold the weight of the first gather: another
+            # plan gives this object other faces.
             if out is None:
                 out = HybridTensor(faces.row, faces.column)
                 out.record.gathered = self
@@ -260,6 +269,8 @@ class Shard:
         return faces, out
 
     def _new_faces(self, tensor: Weight, dtype: torch.dtype) -> GatheredFaces:
+        # The first gather may be one of an evaluation, and inference tensors cannot be saved for a
+        # backward later.
         with torch.inference_mode(False):
             size, turned = self.sharded.size, tensor.is_transposed
             if self.plan.matrix is not None:
