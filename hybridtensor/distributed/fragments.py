@@ -153,6 +153,7 @@ def check_cover(parts: list[Fragment], group: dist.ProcessGroup | None) -> None:
     for index, part in enumerate(parts):
         held = sorted(tuple(of_rank[index].tolist()) for of_rank in everywhere)
         position = 0
+        # Empty ranges, of ranks that hold nothing of a weight, may lie anywhere.
         for begin, end in (h for h in held if h[0] < h[1]):
             if begin != position:
                 break

@@ -133,6 +133,8 @@ def _reduced_magnitudes(
                 groups = _grouped(
                     _seen(part.matrix(), direction), part.format(direction).block, 0.0
                 )
+                # As casts measure: an Inf counts, a NaN does not, and is sent beside, to mark its
+                # block.
                 finite = groups.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(1)
                 found[index, direction] = torch.stack([finite, groups.isnan().any(1).float()])
     if found:

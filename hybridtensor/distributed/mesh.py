@@ -74,9 +74,12 @@ def set_mesh_(
             f"tp={tp!r}, ep={ep!r}, pp={pp!r} for {mesh.mesh_dim_names}; name those that there are"
         )
     rank = 0
+    # The first dimension outermost, as ranks are numbered in a mesh: so a loader deals out the
+    # parts of a batch.
     for name in batch:
         rank = rank * mesh[name].size() + mesh.get_local_rank(name)
     ranks = TrainingRanks(tuple(mesh.get_group(name) for name in used), rank, named=True)
+    # Before anything changes: it raises on every rank, or on none.
     require_contract("set_mesh_", model, ranks.groups)
     for state in _states(model):
         state.ranks = ranks
@@ -139,6 +142,8 @@ def set_data_parallel_group_(model: nn.Module, group: dist.ProcessGroup | None) 
 
 
 def _states(model: nn.Module) -> Iterator[LayerState]:
+    # A state without tensors is no submodule: it is known to its layer's recipe or, of experts, to
+    # their weight alone.
     yield from layer_states(model)
     for module in model.modules():
         recipe = recipe_of(module)

@@ -74,6 +74,8 @@ class Manifest:
         """Read the manifest in the folder ``path``; raise ValueError if it is damaged, OSError if it cannot be read."""
         try:
             content = read_json(path, MANIFEST, _LIMIT, fractions=False)
+            # The digest before all else: damage is then called damage, not a version or a field
+            # that is unknown.
             digest = content.pop("digest")
             if digest != _digest(content):
                 raise ValueError("its digest is wrong")

@@ -68,6 +68,7 @@ def problems(path: Path, step: int | None = None, share: tuple[int, int] = (0, 1
 
 
 def _file_problems(path: Path, name: str, size: int, sha: str) -> list[str]:
+    # Names such as ``../x`` would have files elsewhere read and digested.
     if Path(name).name != name:
         return [f"{path.name}: the manifest names {name[:100]!r}, which is not in it"]
     try:

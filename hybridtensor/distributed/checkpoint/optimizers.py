@@ -97,6 +97,8 @@ class NamedOptimizer:
         """Allocate one tensor, sharded like its parameter if it has the same shape."""
         parameter = self.parameters[name]
         own, dtype, size = local(parameter), stored.properties.dtype, tuple(stored.size)
+        # State that is there says best how it is sharded: its shape may be another than the
+        # parameter's, as Adafactor's rows and columns are.
         present = self.inner.state.get(parameter, {}).get(key)
         if isinstance(present, Tensor) and tuple(present.shape) == size:
             mine = torch.zeros(local(present).shape, dtype=dtype, device=local(present).device)

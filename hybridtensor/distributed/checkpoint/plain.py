@@ -78,6 +78,7 @@ def plain(state: object) -> Any:
         return faces(state, weight) if isinstance(weight, HybridTensor) else plain_weight(state)
     if isinstance(state, Mapping):
         return {name: plain(value) for name, value in state.items()}
+    # A named tuple is constructed from its fields, not from one iterable: it is stored as it is.
     if isinstance(state, (list, tuple)) and not hasattr(state, "_fields"):
         return type(state)(plain(value) for value in state)
     return state
@@ -182,6 +183,8 @@ def _placements(
             )
         axis = 1 - placement.dim if flipped else placement.dim
         extent = block[axis]
+        # Dimensions of the mesh cut one after the other: the second one cuts the chunks of the
+        # first.
         chunk[placement.dim] = -(-chunk[placement.dim] // ranks)
         if extent is None:
             found.append(Replicate())

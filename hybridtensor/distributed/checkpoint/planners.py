@@ -75,6 +75,8 @@ class HybridSavePlanner(DefaultSavePlanner):
         for item in plan.items:
             data = self.resolve_data(item)
             if isinstance(data, Tensor):
+                # ``copy=True``: of a tensor on the host ``to`` returns the same memory, which
+                # training goes on writing.
                 data = data.detach().to("cpu", copy=True)
             self._staged[item.index.fqn, item.index.offset] = data
 
@@ -84,6 +86,8 @@ class HybridSavePlanner(DefaultSavePlanner):
             if item.type == WriteItemType.BYTE_IO:
                 value = self.lookup_object(item.index)
                 value = value.value if isinstance(value, Opaque) else value
+                # These very bytes are written: ``resolve_data`` of DCP would pickle the value
+                # again, as it is by then.
                 self._staged[item.index.fqn, item.index.offset] = pickled(
                     value, item.index.fqn, who
                 )

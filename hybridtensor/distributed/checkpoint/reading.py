@@ -83,6 +83,8 @@ def load(
     number, planner, restoration, plan, staged = _read_newest(
         ranks, root, step, lambda path: _checked(path, training, any_recipe)
     )
+    # After reading, which may fail, and before the first write: what is loaded and what was there
+    # are both on the host now.
     former = ranks.each(lambda: Former(training, planner.places(plan)))
     _put(ranks, planner, plan, staged, restoration, former)
     return number
@@ -128,6 +130,8 @@ def _read_newest(
         wrong = _wrong(ranks, path, number)
         if not wrong:
             planner, restoration, metadata = ranks.each(partial(checked, path))
+            # Defects are gathered as texts, not raised: all ranks skip an unreadable step together,
+            # and go on to the next one.
             read: list[tuple[LoadPlan, Staged]] = []
             told = ranks.gather(partial(_read, path, planner, metadata, read))
             wrong = list(dict.fromkeys(filter(None, told)))

@@ -158,6 +158,8 @@ class Restoration:
                 )
         for name, optimizer in training.optimizers.items():
             optimizer.restore(self.target[name])
+        # After modules and optimizers: quantizing from a master needs the scales and masters that
+        # were loaded.
         with torch.no_grad():
             for act in self._after:
                 act()
@@ -250,6 +252,8 @@ def _filled(own: object, loaded: object, former: list[tuple[Any, Any]]) -> objec
         return own
     if isinstance(own, list) and isinstance(loaded, list):
         former.append((own, list(own)))
+        # The caller may hold a reference to this very list or dictionary: it is filled, not
+        # replaced.
         known = [own[i] if i < len(own) else None for i in range(len(loaded))]
         own[:] = [_filled(before, item, former) for before, item in zip(known, loaded, strict=True)]
         return own

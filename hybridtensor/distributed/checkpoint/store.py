@@ -71,6 +71,8 @@ class _Write:
 
     def _write_own(self) -> tuple[list[WriteResult], dict[str, tuple[int, str]]]:
         results = self.writer.write_data(self.plan, self.planner).wait()
+        # Each rank syncs what it wrote: of a network file system the first rank could not flush the
+        # caches of other machines.
         names = {result.storage_data.relative_path for result in results}
         return results, {name: digest_file(self.folder / name, sync=True) for name in sorted(names)}
 
@@ -173,6 +175,8 @@ class Saving:
         self._path: Path | None = None
         self._error: BaseException | None = None
         self._asked = False
+        # No daemon: at its end the interpreter waits for such threads, and a save under way is not
+        # cut off.
         self._thread = threading.Thread(target=self._run, name="hybridtensor-checkpoint")
 
     def _run(self) -> None:
@@ -252,6 +256,8 @@ def async_save(
     ranks = Ranks("checkpoint.async_save", group, timeout)
     options = _Options(faces, overwrite, check_replicas)
     with _planned(ranks, directory, step, state, options) as write:
+        # Still inside ``_planned``, which removes the folder on an error; from here on ``Saving``
+        # does.
         ranks.each(lambda: write.planner.stage(write.plan))
     saving = Saving(write)
     _previous.append(saving)
@@ -295,6 +301,8 @@ def _given(
 def _plan(
     ranks: Ranks, root: Path, folder: Path, step: int, training: Training, options: _Options
 ) -> _Write:
+    # First, with an error that names the ranks: of plans that do not fit DCP says only that they are
+    # invalid.
     recipes = ranks.gather(lambda: (training.weights, training.kinds, training.groups))
     if any(other != recipes[0] for other in recipes):
         different = [rank for rank, other in enumerate(recipes) if other != recipes[0]]

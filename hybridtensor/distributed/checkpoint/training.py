@@ -163,6 +163,7 @@ class Training:
 
 
 def _kind(value: object) -> str:
+    # In this order: ``Stateful`` is a protocol, which modules and optimizers satisfy, too.
     if isinstance(value, nn.Module):
         return "module"
     if isinstance(value, torch.optim.Optimizer):

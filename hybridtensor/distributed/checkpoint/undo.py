@@ -26,6 +26,7 @@ class Former:
     """The state of modules, optimizers and stateful objects before a load, except memory in ``places``."""
 
     def __init__(self, training: Training, places: Iterable[Tensor]) -> None:
+        # What is read in place is put back by ``Staged``; here it would be copied a second time.
         kept = {_memory(place) for place in places}
         self._undo: list[tuple[str, Callable[[], None]]] = []
         for entry, module in training._modules.items():
@@ -132,5 +133,6 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def _of_stateful(value: Stateful) -> Callable[[], None]:
+    # Deep: a state dict mostly aliases the tensors and dictionaries that a load then overwrites.
     former = copy.deepcopy(value.state_dict())
     return lambda: value.load_state_dict(former)
