@@ -126,6 +126,7 @@ class MasterWeights(torch.optim.Optimizer):
                     outer[name] = value
 
     def _push_options(self) -> None:
+        # Schedulers, and users, write the outer groups; the inner optimizer reads its own.
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({name: value for name, value in outer.items() if name != "params"})
 

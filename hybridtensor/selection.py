@@ -277,6 +277,7 @@ def coverage(model: nn.Module) -> Coverage:
     parameters = products = 0.0
     for size, config, _ in matrices.values():
         if config is not None:
+            # A weight takes part in three products of equally many multiplications.
             low = [is_quantized(config.formats(gemm)) for gemm in GEMMS]
             parameters += size * low[0]
             products += size * sum(low) / len(low)

@@ -151,6 +151,7 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     require_kind("matmul", "a tensor right of a weight", right, Tensor)
     if right.dim() == 1:
         return _times(right, left)
+    # Contiguous, as what ``torch.matmul`` returns: callers take views of it.
     return _times(right.transpose(-2, -1), left).transpose(-2, -1).contiguous()
 
 

@@ -67,6 +67,8 @@ def readers_of(layers: list[nn.Module], x: Tensor, operands: Iterable[Tensor]) -
     fuses casts."""
     if not layers or not 1 < x.dim() <= 4 or not x.numel():
         return None
+    # Observers compare operands with their high-precision values; under autocast each layer casts
+    # its input to a dtype that the producer does not know.
     if observers or autocasts(x.device.type):
         return None
     if not all(runs_directly(operand) for operand in operands):
@@ -119,6 +121,7 @@ def _is_watched(layer: nn.Module) -> bool:
     """Return whether hooks see a layer's input in high precision; reads torch's private hook tables."""
     return any(
         (
+            # Public methods add hooks, none lists them.
             layer._forward_pre_hooks,
             layer._forward_hooks,
             modules._global_forward_pre_hooks,

@@ -86,6 +86,8 @@ def sharded_linear(input: Tensor, weight: DTensor, bias: DTensor | None = None) 
     if bias is not None:
         _check("bias", bias, weight)
         b = bias.to_local(grad_placements=grad_bias)
+        # Row parallel, the output is a sum over ranks, and so would be the bias: only the first
+        # rank adds it.
         for dim, placement in enumerate(weight.placements):
             if placement == Shard(1) and mesh.get_local_rank(dim):
                 b = _Elsewhere.apply(b)

@@ -236,6 +236,8 @@ def _weight_of(layer: nn.Module, name: str) -> MasterWeight | None:
 _PLAIN = (Tensor, nn.Parameter)
 
 
+# Keyed by the layer's state, not by the weight: ``weight.data = ...`` and ``swap_tensors`` replace
+# weights, and weak references to a wrapper would make the latter refuse.
 _BUCKETS: weakref.WeakKeyDictionary[LayerState, WeightBucket] = weakref.WeakKeyDictionary()
 _OF_MODELS: weakref.WeakKeyDictionary[nn.Module, list[WeightBucket]] = weakref.WeakKeyDictionary()
 

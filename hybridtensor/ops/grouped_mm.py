@@ -76,6 +76,7 @@ def select_grouped_backend(
     return Backend("emulated", f"{reason}; its values, by hybridtensor's grouped kernel")
 
 
+# Schemas of operators have no type for formats: they are sent as text.
 def _text(kind: FaceKind) -> str:
     dtype = kind.dequantized_rowwise
     return f"{kind.format.name}|{'' if dtype is None else str(dtype).removeprefix('torch.')}"
@@ -181,6 +182,7 @@ def _flops(
     **__: object,
 ) -> int:
     """Count the operations of all groups as torch does for ``_grouped_mm``: by all tokens."""
+    # All tokens, also those of no group: where groups end is known on the device only.
     a, b = Face.of(left, _kind(left_kind)), Face.of(right, _kind(right_kind))
     by_row = right[0].dim() == 3
     along = a.qdata.shape[1] * a.format.elements_per_byte if by_row else _room(a, by_row)

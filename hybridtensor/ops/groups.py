@@ -57,6 +57,7 @@ def each_group(groups: Groups, rows: int) -> list[Group]:
     return found
 
 
+# Off by default: reading offsets waits for the device, in each grouped product.
 _checks = False
 
 

@@ -188,5 +188,7 @@ class OneFormatQuantizer(CastQuantizer):
         self, *, rowwise: bool, columnwise: bool, dtype: torch.dtype, context: Context
     ) -> CastRequest:
         cast = self.cast(context)
+        # Each face draws for itself: with the same numbers the errors of two products would not be
+        # independent.
         column = cast if cast.stream < 0 else cast.for_columnwise()
         return CastRequest(cast if rowwise else None, column if columnwise else None)

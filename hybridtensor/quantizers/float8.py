@@ -45,6 +45,8 @@ class Float8Quantizer(OneFormatQuantizer):
         require_choice(who, "granularity", self.granularity, ("tensor", "row", "block"))
         require_choice(who, "dtype", self.dtype, ("e4m3", "e5m2"))
         blocked = self.granularity == "block"
+        # As in TransformerEngine, whose Float8BlockScaling takes powers of two unless it is asked
+        # for FP32 scales, and current scaling does not.
         if self.pow2_scale is None:
             object.__setattr__(self, "pow2_scale", blocked)
         require_flag(who, pow2_scale=self.pow2_scale)

@@ -142,6 +142,7 @@ class HybridQuantizer(CastQuantizer):
             return self.rowwise.request(
                 rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
             )
+        # A direction that nobody asked for does not decide whether one cast is enough.
         of_row, of_column = self.rowwise, self.columnwise if columnwise else self.rowwise
         if not isinstance(of_row, OneFormatQuantizer) or not isinstance(
             of_column, OneFormatQuantizer

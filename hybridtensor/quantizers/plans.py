@@ -163,6 +163,8 @@ def cast_plan(
     state, groups = context.state, context.groups
     # A plan holds no tensor: only Dynamo, which would guard the table, must not see it.
     traced = torch.compiler.is_dynamo_compiling()
+    # Everything that ``request`` may depend on. What changes from call to call, tensors and rows,
+    # goes to ``CastPlan.inputs``.
     key = (
         rowwise,
         columnwise,

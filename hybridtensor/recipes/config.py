@@ -123,6 +123,8 @@ class HybridConfig(AOBaseConfig):
         )
         self._apply_override()
         for role in ROLES:
+            # One recipe, one object's value, however it was written: fingerprints in checkpoints
+            # and guards of compiled graphs compare configs.
             object.__setattr__(self, role, simplified(getattr(self, role)))
         self._check_repeatable()
         for gemm in GEMMS:
@@ -328,6 +330,8 @@ class HybridConfig(AOBaseConfig):
 
     def fingerprint(self) -> str:
         """Return 16 hex digits that equal configs share, in every process and version."""
+        # Without fields that were added and say nothing new: checkpoints of before have this
+        # fingerprint.
         text = json.dumps(_without_added(config_to_dict(self)), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -22,6 +22,8 @@ class Lineage(NamedTuple):
         """Return the lineage of scales and amax history as they are now."""
         if inputs is None or scale is None or history is None:
             return cls()
+        # Whoever else writes scales (a load, the broadcast of DistributedDataParallel) is counted
+        # by autograd, and ends the lineage.
         return cls(inputs, (scale._version, history._version))
 
     def inputs_of(self, scale: Tensor | None, history: Tensor | None) -> object | None:
@@ -35,6 +37,8 @@ def digest(slots: tuple[str, ...], scale: Tensor | None, history: Tensor | None)
     """Return a digest of a layer's input scales and history, or None without them."""
     if scale is None or history is None or scale.is_meta or history.is_meta:
         return None
+    # Reads the device, which only loading and unpickling do. Layers that were siblings when they
+    # were saved find each other by equal content.
     own = [index for index, slot in enumerate(slots) if slot.startswith("input")]
     content = repr([scale[own].tolist(), history[own].tolist()])
     return hashlib.sha256(content.encode()).hexdigest()

@@ -46,6 +46,8 @@ def update_reference(
     rolled = torch.cat([history[:, :, 1:], last[:, :, None]], dim=2)
     amax = _counting([rule.algorithm == "most_recent" for rule in rules], last, rolled.amax(dim=2))
     seen = last != 0
+    # As TransformerEngine does: the scale stays without an amax, and with an infinite one; of an
+    # amax so small that the scale would be infinite it is the largest fp32.
     factor = torch.where(seen & (amax < torch.inf), target / amax, current).clamp(max=_FP32_MAX)
     # What is older than a rule's history is zero, and the first entry of each is free
     for slot, rule in enumerate(rules):

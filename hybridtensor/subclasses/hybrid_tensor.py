@@ -240,6 +240,7 @@ class HybridTensor(InterceptingTensor):
         if self.record.readers is not None:
             attributes["has_readers"] = True
         if self.record.values is not None:
+            # A view is pickled with its own part of the values, not with those of the whole weight.
             is_whole = self.taken is whole
             attributes["values"] = (
                 self.high_precision if is_whole else HighPrecisionValues(self.original)

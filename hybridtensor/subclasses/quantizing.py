@@ -198,6 +198,7 @@ def overwrite_(who: str, dst: HybridTensor, faces: Faces) -> None:
     pairs = [
         (d, f) for d, f in zip((dst.rowwise, dst.columnwise), fresh, strict=True) if d is not None
     ]
+    # All checks before the first copy, so that an error leaves the tensor as it was.
     for old, new in pairs:
         _check_refreshable(who, old, new)
     for old, new in pairs:

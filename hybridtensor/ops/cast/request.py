@@ -110,6 +110,7 @@ class CastRequest(NamedTuple):
         return "|".join([*casts, dtype])
 
 
+# Operators get their request as text, in every call.
 @functools.lru_cache(maxsize=1024)
 def parse_request(text: str) -> CastRequest:
     """Return the request that ``str(request)`` wrote."""
@@ -145,6 +146,8 @@ class Hint:
 
     def last(self, device: torch.device, stream: int) -> Tensor | None:
         """Return the amax if it is valid on that device and stream, else None."""
+        # What another stream measures may not be written yet. Then the cast reads its tensor twice,
+        # as without a hint.
         amax = self.amax
         return (
             amax if amax is not None and amax.device == device and self.stream == stream else None

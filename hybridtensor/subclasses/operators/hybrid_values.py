@@ -33,6 +33,8 @@ def _write(func: Func, args: Args, kwargs: Kwargs) -> object:
             return item
         if item.config is None:
             table.refuse(func)
+        # One copy of values per weight, also where a list names it twice: both are then written,
+        # and are quantized once.
         if id(item) not in weights:
             weights[id(item)] = item, present_values(item, str(func))
         return weights[id(item)][1]

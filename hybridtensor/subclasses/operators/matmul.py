@@ -72,6 +72,8 @@ def require_reader(
     readers = tensor.record.readers
     if readers is None:
         return
+    # By record, which all aliases of a weight share: a recomputation or a detached copy reads as
+    # the weight does.
     if weight is None or all(weight.record is not one for one in readers.weights):
         raise ValueError(
             f"{who}: {tensor!r} was quantized for other layers than the one that reads it; name it in into=, "
@@ -90,6 +92,8 @@ def mm(left: Tensor, right: Tensor, bias: Tensor | None = None, gemm: str = "mm"
     hybrids = [t for t in (left, right) if isinstance(t, HybridTensor)]
     for tensor in hybrids:
         require_reader(gemm, tensor)
+    # ``__torch_dispatch__`` runs below autograd, which has recorded nothing of these tensors: a
+    # gradient of the weight would be missing without an error.
     weights = [t for t in hybrids if t.config is not None]
     if weights and torch.is_grad_enabled():
         raise NotImplementedError(
@@ -114,6 +118,8 @@ def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     if isinstance(bias, (HybridTensor, QuantizedTensor, IdentityTensor)):
         raise NotImplementedError("addmm: the summand is not a plain tensor; dequantize it")
+    # The epilogue of a product adds a vector, once and unscaled; anything else is computed
+    # afterwards.
     if bias.dim() == 1 and beta == 1 and alpha == 1:
         return mm(left, right, bias, "addmm")
     out: Tensor = beta * bias + alpha * mm(left, right, gemm="addmm")
