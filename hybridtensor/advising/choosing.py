@@ -80,6 +80,8 @@ def cheapest(
     ]
     chosen = [known[fmt] for known, fmt in zip(by_name, first.choice, strict=True)]
     left = budget - sum(option.error for option in chosen)
+    # The hull leaves out choices between its points: what is left of the budget is spent where the
+    # least error saves the most cost.
     cheaper = sorted(
         (
             ((option.error - mine.error) / (mine.cost - option.cost), product, option)

@@ -76,6 +76,8 @@ def measure(
     layers = [Noise(layer, configs) for layer in layers_of(plain) if _is_wanted(layer)]
     _require_unsharded(layers)
     within = {one: block_of(plain, one.layer) for one in layers}
+    # Layers number themselves when they run first: the order of modules need not be that of the
+    # forward.
     order = iter(range(10**9))
     with contextlib.ExitStack() as stack:
         modules = dict.fromkeys(module for module in within.values() if module is not None)
@@ -116,6 +118,7 @@ def _calibrated(
     quantized = [fmt for fmt in fitting if 0 < predicted(fmt, "output") < math.inf]
     if not quantized:
         return products
+    # Noise adds up as the prediction assumes only where it is small.
     fmt = min(quantized, key=lambda fmt: predicted(fmt, "output"))
     found = gradient_errors(model, linears, configs[fmt], run)
     factors = {
@@ -221,6 +224,8 @@ def _products(layers: dict[Noise, Block | None]) -> list[Product]:
             "grad_input": (1.0 if block is None else block.backward_share()) * before / whole,
             "grad_weight": one.gradient / whole,
         }
+        # After use: noise in a layer's ``grad_input`` reaches the layers before it, not its own
+        # weight.
         before += one.gradient
         for gemm, weight in weights.items():
             noise = {fmt: one.relative(gemm, fmt) for fmt in one.formats}

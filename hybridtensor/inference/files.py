@@ -156,6 +156,7 @@ def _write_files(
         save_file("export_pretrained", library, shard, part, {"format": "pt"})
         names.append(list(shard))
         total += sum(tensor.nbytes for tensor in shard.values())
+    # Their number is part of the files' names, and known only once all tensors came.
     count = len(names)
     files = [
         "model.safetensors" if count == 1 else f"model-{i + 1:05}-of-{count:05}.safetensors"
@@ -176,6 +177,8 @@ def _shards(tensors: Iterator[tuple[str, Tensor]], most: int) -> Iterator[dict[s
         if shard and nbytes + tensor.nbytes > most:
             yield shard
             shard, nbytes = {}, 0
+        # ``copy=True``: what is yielded may alias a cached face, and is written when the file is
+        # full.
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
         nbytes += tensor.nbytes
     yield shard
@@ -212,6 +215,7 @@ def _write_rest(folder: Path, config: Settings) -> None:
 
 def _move(who: str, partial: Path, target: Path) -> None:
     """Give the folder its name, unless somebody else made one meanwhile."""
+    # Once more: ``rename`` would replace an empty folder of that name without an error.
     _check_new(who, target)
     partial.rename(target)
     sync_folder(target.parent)

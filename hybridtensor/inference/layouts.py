@@ -194,6 +194,7 @@ def _nvfp4(face: Face) -> Packed:
     return {
         "weight_packed": face.qdata,
         "weight_scale": _by_row(face).view(torch.float8_e4m3fn),
+        # compressed-tensors divides by it, where its other scales multiply.
         "weight_global_scale": (face.format.tensor_scale_max / amax.float()).reshape(1),
     }
 

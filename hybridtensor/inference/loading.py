@@ -86,6 +86,8 @@ def load_pretrained(
     library, path = safetensors(_WHO), Path(folder)
     with Folder(_WHO, library, path) as stored:
         prefix = prefix_of(model)
+        # DeepSeek V4's checkpoints have names without the ``model.`` of transformers; that no name
+        # begins with it is all that says so.
         bare = not any(name.startswith(prefix) for name in stored.unused)
         names = Names(_WHO, model, "separate", bare=bare)
         state, inputs, missing = _read(model, names, stored)
@@ -255,6 +257,7 @@ def _rows_together(tensors: list[Tensor]) -> Tensor:
     dtype = tensors[0].dtype
     if tensors[0].itemsize > 1:
         return torch.cat(tensors)
+    # As bytes: ``cat``, and ``stack`` below, do not know every dtype of one byte.
     return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(dtype)
 
 
@@ -354,6 +357,7 @@ def _columnwise(value: HybridTensor, row: Face) -> Face | None:
     other = value.rowwise if value.is_transposed else value.columnwise
     if other is None or follows_rowwise(value):
         return None
+    # A load is no step: its amaxes must not enter the histories of delayed scales.
     context = value.context._replace(record=False, groups=None)
     return columnwise_of_stored(value.recipe.weight, row, value.dtype, context)
 

@@ -320,6 +320,8 @@ def _of_logits(
     drawn = torch.multinomial(q.exp(), 1, generator=torch.Generator().manual_seed(seed))
     log_ratio = (p - q).gather(-1, drawn).flatten()
     r = log_ratio.exp()
+    # Unbiased as the mean of -log r is, but mostly of less variance, and never negative: J.
+    # Schulman, "Approximating KL divergence".
     k3 = float((r - 1 - log_ratio).mean())
     effective = float(r.sum() ** 2 / (r.numel() * r.square().sum()))
     return value, kl, k3, (float(r.min()), float(r.max())), effective

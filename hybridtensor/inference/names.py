@@ -50,6 +50,8 @@ class Names:
             weight: The stack.
         """
         if weight is None or weight.dim() != 3:
+            # transformers converts names together with tensors; where names are wanted, an empty
+            # one will do.
             return list(self._stored(name, torch.empty(0, device="meta")))
         rows = torch.empty(weight.shape[0], 2 * max(weight.shape[1:]), 2, device="meta")
         if not self._separate:

@@ -300,6 +300,7 @@ def amax_of(level: Tensor, fmt: Format = formats.NVFP4) -> Tensor:
     found = first
     # Several amaxes may have one global scale: the nearest, tried last, is taken.
     for steps in (-2, -1, 1, 2, 0):
+        # Neighbours in fp32: their bits, as integers, are one apart.
         bits = first.view(torch.int32) + steps
         found = torch.where(
             most / bits.view(torch.float32) == level, bits.view(torch.float32), found
@@ -332,6 +333,7 @@ def in_format(name: str, face: Face, fmt: Format) -> Face:
     if scale.numel() == 1 and face.format is formats.FP8_E4M3_TENSOR and fmt in _POW2:
         face = face._replace(format=_POW2[fmt]) if fmt.scale_shape(*sizes) == (1, 1) else face
     if fmt in _POW2 and face.format is _POW2[fmt]:
+        # Powers of two are those whose mantissa ``frexp`` gives as 0.5.
         if bool((torch.frexp(scale)[0] == 0.5).all()):
             return face._replace(format=fmt)
     elif fmt in _GROUPS and face.format is _GROUPS[fmt]:

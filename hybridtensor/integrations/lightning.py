@@ -44,6 +44,8 @@ class _Converting:
         }
         require_choice(type(self).__name__, "precision", precision, made)
         self.precision, self._rest = precision, made[precision]()
+        # On the instance, where they come before the methods of these names that Lightning's base
+        # class has.
         for name in _OF_THE_REST:
             setattr(self, name, getattr(self._rest, name))
         self._recipe, self._options = recipe, options
@@ -119,6 +121,8 @@ class FabricHybridPrecision(_Converting, fabric.Precision):
     def optimizer_step(self, optimizer: Optimizer, **arguments: object) -> object:
         """Step, then advance the state of modules whose parameters the optimizer holds."""
         result = super().optimizer_step(optimizer, **arguments)
+        # A plugin learns nowhere which optimizers train a module, nor when all of them have
+        # stepped.
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for module, leader in list(self._leaders.items()):
             if leader is None and any(id(p) in held for p in module.parameters()):

@@ -122,6 +122,7 @@ def advancing(spec: ModelSpec) -> ModelSpec:
 def _convert(model: nn.Module, recipe: Recipe, **options: Unpack[Options]) -> nn.Module:
     """Quantize a model, and have its state be modules as torchtitan's are."""
     for state in layer_states(quantize_(model, recipe, **options)):
+        # The class of this very object: the layer's weight and its forward refer to it.
         state.__class__ = TitanLayerState
     return model
 

@@ -102,6 +102,8 @@ def _figures(recording: Recording, steps: set[int]) -> dict[_Key, _Figures]:
 
 def _scatter(figures: Sequence[Mapping[_Key, _Figures]]) -> float:
     """Pool the deviation of each figure from its mean over the steps, dB; NaN without two steps."""
+    # Over all figures: one has as many values as there were sampled steps, too few for a deviation
+    # of its own.
     squares, freedom = 0.0, 0
     for of in figures:
         for one in of.values():

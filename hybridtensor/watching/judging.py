@@ -155,6 +155,7 @@ def _with_history(one: Judged, rows: Sequence[FaceRow | ProductRow]) -> Judged:
     """Add the worst step, and the steps below the threshold."""
     worst = min(rows, key=lambda row: badness(row.statistics["sqnr"]))
     threshold = -math.inf if one.threshold is None else one.threshold
+    # Not ``<``: NaN counts as below.
     below = sum(not row.statistics["sqnr"] >= threshold for row in rows)
     return one._replace(
         worst_step=worst.step,

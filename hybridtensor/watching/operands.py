@@ -51,6 +51,7 @@ class Expert(NamedTuple):
         rows = torch.linalg.vector_norm(matrix, torch.inf, dim=1).float()
         sizes = [group.stop - group.start for group in self.every]
         lengths = torch.tensor(sizes, device=rows.device)
+        # ``initial``: the amax of an expert without tokens is 0, not -Inf.
         amaxes = torch.segment_reduce(rows[: sum(sizes)], "max", lengths=lengths, initial=0)
         return Values(matrix[self.group.start : self.group.stop], amaxes, 1 + self.first)
 

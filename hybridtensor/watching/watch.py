@@ -106,6 +106,8 @@ class watch(Printed):  # noqa: N801  (used as a function)
             require_choice("watch", "alarm", alarm, ("warn", "raise"))
         else:
             require_function("watch", "alarm", alarm)
+        # Private to torch.compile: the model that its wrapper calls, by whose names layers are
+        # known.
         self.model, self.every, self.rows = getattr(model, "_orig_mod", model), every, rows
         self.steps = 0
         self._read: list[tuple[int, float]] = []
@@ -206,6 +208,7 @@ class watch(Printed):  # noqa: N801  (used as a function)
         observers.append(sampler)
         self._armed.callback(observers.remove, sampler)
         self._armed.callback(sampler.end)
+        # Observers are called from Python, which compiled code no longer runs.
         self._armed.enter_context(torch.compiler.set_stance("force_eager"))
 
     # -- samples
@@ -226,6 +229,7 @@ class watch(Printed):  # noqa: N801  (used as a function)
             there = torch.cuda.Event()
             there.record()
         else:
+            # The next sample clears these sums in place.
             tensors = [tensor.clone() for tensor in tensors]
         unseen, layers = dict(sampler.unseen), sampler.measured()
         measured = Measured(layers, list(sampler.order), unseen, Numbers(*tensors[:4]), tensors[4])
