@@ -301,3 +301,55 @@ class SideConstants(NamedTuple):
     codes: int
     factor: bool
     side: int
+
+
+class BlockScaled(NamedTuple):
+    """An operand ``[M, K]`` in FP8 with fp32 scales per 1 x 128.
+
+    Attributes:
+        data: Elements.
+        stride_m: From row to row.
+        scales: Scales.
+        scale_m: From row to row of the scales.
+        scale_block: From block to block along K.
+    """
+
+    data: Address
+    stride_m: int
+    scales: Address
+    scale_m: int
+    scale_block: int
+
+
+class Mxfp4(NamedTuple):
+    """Matrices ``[N, K]`` in MXFP4, those of a stack one after the other.
+
+    Attributes:
+        codes: Elements, contiguous: bytes of two, or words of eight.
+        scales: E8M0 per SIDE x 32.
+        by_matrix: Of the scales, from matrix to matrix of a stack, else 0.
+        by_row: Of the scales, from row to row of blocks.
+        by_block: Of the scales, from block to block along K.
+    """
+
+    codes: Address
+    scales: Address
+    by_matrix: int
+    by_row: int
+    by_block: int
+
+
+class Blocks(NamedTuple):
+    """The extents of a matrix, in elements and in blocks of 128 x 128.
+
+    Attributes:
+        N: Rows.
+        K: Columns.
+        down: Rows of blocks.
+        across: Blocks of a row.
+    """
+
+    N: int
+    K: int
+    down: int
+    across: int

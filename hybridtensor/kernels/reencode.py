@@ -41,32 +41,31 @@ def _alternate(even, odd):
 
 
 @triton.jit
-def reencode_kernel(codes, scales, by_matrix, by_row, by_block, out, out_scales, misfits, N, K, BLOCKS, PITCH,
-                    SIDE: tl.constexpr):  # fmt: skip
+def reencode_kernel(weight, out, out_scales, misfits, blocks, SIDE: tl.constexpr):
     """Write one block as E4M3, its scale, and whether its scales are too far apart for E4M3.
 
     Args:
-        codes: Words of eight E2M1 elements, a stack of ``[N, K / 8]``, contiguous.
-        scales: E8M0 per ``SIDE x 32``, with the strides ``by_matrix``, ``by_row`` and ``by_block``.
+        weight: A stack of words of eight elements; see ``groups.Mxfp4``.
         out: Words of four E4M3 elements, a stack of ``[N, K / 4]``, contiguous.
-        out_scales: fp32, a stack of ``[BLOCKS, PITCH]``.
+        out_scales: fp32, a stack of ``[down, across]``.
         misfits: int32 like ``out_scales``: 1 where scales of elements that are not all zero differ by more than
             2^11, or one is too large, or any is NaN.
-        BLOCKS: Rows of blocks.
-        PITCH: Blocks of a row.
+        blocks: Extents of a matrix; see ``groups.Blocks``.
     """
     pid = tl.program_id(0)
-    k = pid % PITCH * 128
-    row = pid // PITCH % BLOCKS
-    matrix = (pid // PITCH // BLOCKS).to(tl.int64)
+    N = blocks.N
+    K = blocks.K
+    k = pid % blocks.across * 128
+    row = pid // blocks.across % blocks.down
+    matrix = (pid // blocks.across // blocks.down).to(tl.int64)
     i = row * 128 + tl.arange(0, 128)
     at_row = (matrix * N + i)[:, None]
     j = k // 8 + tl.arange(0, 16)
     mask = (i < N)[:, None] & (j < K // 8)[None, :]
-    word = tl.load(codes + at_row * (K // 8) + j[None, :], mask=mask, other=0)
+    word = tl.load(weight.codes + at_row * (K // 8) + j[None, :], mask=mask, other=0)
     # Four words share a scale, which each of them loads: the cache has it.
-    at = (i // SIDE)[:, None].to(tl.int64) * by_row + (j // 4)[None, :].to(tl.int64) * by_block
-    scale = tl.load(scales + matrix * by_matrix + at, mask=mask, other=127).to(tl.int32)
+    at = (i // SIDE)[:, None].to(tl.int64) * weight.by_row + (j // 4)[None, :].to(tl.int64) * weight.by_block
+    scale = tl.load(weight.scales + matrix * weight.by_matrix + at, mask=mask, other=127).to(tl.int32)
     any_element = (word & 0x77777777) != 0
     largest = tl.max(tl.max(tl.where(any_element, scale, 0), 1), 0)
     smallest = tl.min(tl.min(tl.where(any_element, scale, _NAN), 1), 0)
@@ -88,16 +87,17 @@ def reencode_kernel(codes, scales, by_matrix, by_row, by_block, out, out_scales,
 
 
 @triton.jit
-def _block_values(codes, scales, start, i, k, N, K, by_row, by_block, SIDE: tl.constexpr):
-    """Return the values of a block of MXFP4, bf16 ``[128, 128]``, exactly; zeros outside the matrix."""
+def _block_values(weight, scales, start, i, k, N, K, SIDE: tl.constexpr):
+    """Return the values of a block of MXFP4, bf16 ``[128, 128]``, exactly; zeros outside the matrix, whose first row is
+    ``start`` and whose scales begin at ``scales``."""
     j = k // 2 + tl.arange(0, 64)
     mask = (i < N)[:, None] & (j < K // 2)[None, :]
-    packed = tl.load(codes + (start + i).to(tl.int64)[:, None] * (K // 2) + j[None, :], mask=mask, other=0)
+    packed = tl.load(weight.codes + (start + i).to(tl.int64)[:, None] * (K // 2) + j[None, :], mask=mask, other=0)
     # A byte holds two neighbours, the first one in its low half.
     value = e2m1_values(tl.reshape(tl.join(packed & 0xF, packed >> 4), [128, 128]))
     j = k // 32 + tl.arange(0, 4)
     mask = (i < N)[:, None] & (j < K // 32)[None, :]
-    at = (i // SIDE)[:, None].to(tl.int64) * by_row + j[None, :].to(tl.int64) * by_block
+    at = (i // SIDE)[:, None].to(tl.int64) * weight.by_row + j[None, :].to(tl.int64) * weight.by_block
     exponent = tl.load(scales + at, mask=mask, other=127).to(tl.int32)
     # The bits of NaN are those of an fp32 Inf.
     scale = tl.where(exponent == _NAN, float("nan"), e8m0_value(exponent))
@@ -106,8 +106,7 @@ def _block_values(codes, scales, start, i, k, N, K, by_row, by_block, SIDE: tl.c
 
 
 @triton.jit
-def overwrite_kernel(left, left_row, left_scales, scale_row, scale_block, codes, scales, by_matrix, by_row, by_block,
-                     misfits, bias, out, plan, tiles, M, N, K, BLOCKS, PITCH,
+def overwrite_kernel(left, weight, misfits, bias, out, plan, tiles, M, blocks,
                      E5M2: tl.constexpr, BIAS: tl.constexpr, GROUPED: tl.constexpr, SIDE: tl.constexpr,
                      STEPS: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     """Compute tiles of the product from the original elements, where any block of the right operand is a misfit.
@@ -115,18 +114,22 @@ def overwrite_kernel(left, left_row, left_scales, scale_row, scale_block, codes,
     A program has 128 columns, and of ``tiles`` rows of tiles each that is a multiple of PARTS further.
 
     Args:
-        left: FP8 bytes, rows ``left_row`` apart; their fp32 scales per 1x128 with two strides.
-        codes: Bytes of two E2M1 elements and their scales, as for ``reencode_kernel``.
+        left: See ``groups.BlockScaled``.
+        weight: The original elements, a stack of bytes of two; see ``groups.Mxfp4``.
+        misfits: What ``reencode_kernel`` wrote.
         bias: ``[N]``, or anything without BIAS.
         out: ``[M, N]``, contiguous.
         plan: Which rows each row of tiles has, if GROUPED; see ``grouped_quantize.plan_kernel``.
-        STEPS: A power of two that is not below PITCH.
+        blocks: Extents of a matrix; see ``groups.Blocks``.
+        STEPS: A power of two that is not below ``blocks.across``.
     """
     pid = tl.program_id(0)
-    column = pid % BLOCKS
+    N = blocks.N
+    K = blocks.K
+    column = pid % blocks.down
     j = column * 128 + tl.arange(0, 128)
     step = tl.arange(0, STEPS)
-    for row in range(pid // BLOCKS, tiles, PARTS):
+    for row in range(pid // blocks.down, tiles, PARTS):
         if GROUPED:
             entry = plan + row * 8
             group = tl.load(entry).to(tl.int64)
@@ -138,7 +141,8 @@ def overwrite_kernel(left, left_row, left_scales, scale_row, scale_block, codes,
             top = row * BM
             start = 0
             last = M
-        flags = tl.load(misfits + (group * BLOCKS + column) * PITCH + step, mask=step < PITCH, other=0)
+        of_row = misfits + (group * blocks.down + column) * blocks.across
+        flags = tl.load(of_row + step, mask=step < blocks.across, other=0)
         if (top < last) & (tl.max(flags, 0) > 0):
             i = top + tl.arange(0, BM)
             at_row = (start + i).to(tl.int64)
@@ -146,9 +150,10 @@ def overwrite_kernel(left, left_row, left_scales, scale_row, scale_block, codes,
             for k in range(0, K, 128):
                 along = k + tl.arange(0, 128)
                 mask = (i < last)[:, None] & (along < K)[None, :]
-                x = tl.load(left + at_row[:, None] * left_row + along[None, :], mask=mask, other=0)
-                of_left = tl.load(left_scales + at_row * scale_row + k // 128 * scale_block, mask=i < last, other=0.0)
-                y = _block_values(codes, scales + group * by_matrix, group * N, j, k, N, K, by_row, by_block, SIDE)
+                x = tl.load(left.data + at_row[:, None] * left.stride_m + along[None, :], mask=mask, other=0)
+                at = left.scales + at_row * left.scale_m + k // 128 * left.scale_block
+                of_left = tl.load(at, mask=i < last, other=0.0)
+                y = _block_values(weight, weight.scales + group * weight.by_matrix, group * N, j, k, N, K, SIDE)
                 x = fp8_values(x, E5M2, False).to(tl.bfloat16)
                 total += tl.dot(x, tl.trans(y)) * of_left[:, None]
             if BIAS:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import FP8_E4M3_128X128, Format
+from hybridtensor.kernels.groups import Blocks, BlockScaled, Mxfp4
 from hybridtensor.ops.cast.planning import aligned, planning
 from hybridtensor.ops.face import Face, FaceKind, Groups
 from hybridtensor.ops.kernel_library import Launch, on_device
@@ -62,19 +63,18 @@ class Reencoded:
         columns = width * 2
         blocks, along = -(-rows // _BLOCK), -(-columns // _BLOCK)
         number = stack[0] if stack else 1
-        self._sizes = rows, columns, blocks, along
+        self._blocks = Blocks(rows, columns, blocks, along)
         by_row, by_block = scale.stride()[-2:]
         self._strides = scale.stride(0) if stack else 0, by_row, by_block
         device = codes.device
         out = torch.empty(*stack, rows, columns, dtype=torch.float8_e4m3fn, device=device)
         scales = torch.empty(*stack, blocks, along, dtype=torch.float32, device=device)
         self._misfits = torch.empty(number, blocks, along, dtype=torch.int32, device=device)
-        launch = _reencoding(number, self._sizes, self._strides, self._side, device)
+        launch = _reencoding(number, self._blocks, self._strides, self._side, device)
+        take = launch.take
+        weight = Mxfp4(take(codes.view(torch.int32)), take(self._scale), *self._strides)
         with on_device(device):
-            words = codes.view(torch.int32), out.view(torch.int32)
-            launch(
-                words[0], self._scale, *self._strides, words[1], scales, self._misfits, *self._sizes
-            )
+            launch(weight, out.view(torch.int32), scales, self._misfits, self._blocks)
         self.face = Face.of([out, scales], FaceKind(FP8_E4M3_128X128))
 
     def overwrite_(
@@ -108,7 +108,7 @@ class Reencoded:
             tiles,
             groups is not None,
             rows,
-            self._sizes,
+            self._blocks,
             lie,
             self._strides,
             self._side,
@@ -116,27 +116,26 @@ class Reencoded:
             out.device,
         )
         elements, scales, added, product = given
+        take = launch.take
+        operand = BlockScaled(take(elements), lie[0], take(scales), *lie[1:])
+        weight = Mxfp4(take(self._codes), take(self._scale), *self._strides)
         with on_device(out.device):
-            launch(
-                elements, lie[0], scales, *lie[1:], self._codes, self._scale, *self._strides, self._misfits,
-                added, product, plan, tiles, rows, *self._sizes,
-            )  # fmt: skip
+            launch(operand, weight, self._misfits, added, product, plan, tiles, rows, self._blocks)
 
 
 @functools.lru_cache(maxsize=1024)
 def _reencoding(
     number: int,
-    sizes: tuple[int, ...],
+    blocks: Blocks,
     strides: tuple[int, ...],
     side: int | None,
     device: torch.device,
 ) -> Launch:
     """Return the cached launch for one kind of weight; its key is all that Triton specializes on."""
-    *_, blocks, along = sizes
     return Launch(
         "reencode",
         "reencode_kernel",
-        number * blocks * along,
+        number * blocks.down * blocks.across,
         options={"num_warps": 4},
         SIDE=side or 1,
     )
@@ -144,15 +143,14 @@ def _reencoding(
 
 @functools.lru_cache(maxsize=1024)
 def _overwriting(
-    tiles: int, grouped: bool, rows: int, sizes: tuple[int, ...], lie: tuple[int, ...], strides: tuple[int, ...],
+    tiles: int, grouped: bool, rows: int, blocks: Blocks, lie: tuple[int, ...], strides: tuple[int, ...],
     side: int | None, kind: tuple[object, ...], device: torch.device,
 ) -> Launch:  # fmt: skip
     """Return the cached launch for one kind of product; its key is all that Triton specializes on."""
-    *_, blocks, along = sizes
     is_e5m2, bias, *_ = kind
     return Launch(
-        "reencode", "overwrite_kernel", min(tiles, _PARTS) * blocks,
+        "reencode", "overwrite_kernel", min(tiles, _PARTS) * blocks.down,
         options={"num_warps": 8, "num_stages": 1},
         E5M2=is_e5m2, BIAS=bias is not None, GROUPED=grouped, SIDE=side or 1,
-        STEPS=1 << (along - 1).bit_length(), PARTS=min(tiles, _PARTS), BM=_ROWS,
+        STEPS=1 << (blocks.across - 1).bit_length(), PARTS=min(tiles, _PARTS), BM=_ROWS,
     )  # fmt: skip
