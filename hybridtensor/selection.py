@@ -288,6 +288,7 @@ def coverage(model: nn.Module) -> Coverage:
 
 
 def is_quantized(formats: tuple[Format, Format]) -> bool:
+    """Return whether a product has at least one operand that is not in high precision."""
     return not all(fmt.is_identity for fmt in formats)
 
 

@@ -66,6 +66,7 @@ def _as_packed(found: Packed) -> Packed:
 
 
 def has_stack(name: str, tensors: Tensors) -> bool:
+    """Return whether experts are stored as one stack: by the parameter's name, or as blocks and scales (MXFP4)."""
     return any(one in tensors for one in (name, *_halves(name)))
 
 

@@ -20,6 +20,7 @@ def stored(entries, STEP: tl.constexpr):
 
 @triton.jit
 def store_scales(out, values, place, P: tl.constexpr, Q: tl.constexpr, SIDE: tl.constexpr, LENGTH: tl.constexpr):
+    """Store the scales of a tile, one per ``SIDE x LENGTH`` entries, with strides: blocks need not be row by row."""
     i = place.other // SIDE + tl.arange(0, P // SIDE)[:, None]
     j = place.along // LENGTH + tl.arange(0, Q // LENGTH)[None, :]
     mask = (i < tl.cdiv(place.OTHER, SIDE)) & (j < tl.cdiv(place.ALONG, LENGTH))

@@ -23,6 +23,7 @@ T = TypeVar("T", bound=Callable[..., object])
 
 
 def is_weight(tensor: object) -> TypeGuard[Weight]:
+    """Return whether products with a tensor are quantized: a ``HybridTensor`` without a recipe is an input."""
     return isinstance(tensor, MasterWeight) or (
         isinstance(tensor, HybridTensor) and tensor.config is not None
     )

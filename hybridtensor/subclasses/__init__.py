@@ -22,4 +22,5 @@ __all__ = [
 
 
 def is_converted(weight: object) -> TypeGuard[MasterWeight | HybridTensor]:
+    """Return whether a tensor is a master or a persistent weight; of a DTensor ask its local part."""
     return isinstance(weight, (MasterWeight, HybridTensor))
