@@ -10,12 +10,11 @@ Shape letters: ``S`` scales, one per *slot* (a role, or a role and a direction);
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridtensor.arguments import place, require_choice, require_kind, require_text, wrong
 from hybridtensor.ops import Hint
@@ -23,12 +22,13 @@ from hybridtensor.ops.amaxes import AmaxRecord, nowhere
 from hybridtensor.state.dry_runs import is_dry_run
 from hybridtensor.state.keys import FORMER_NAMES, hash64, take_former_names
 from hybridtensor.state.lineage import NOTHING, Lineage, digest
+from hybridtensor.state.module import StateModule
 from hybridtensor.state.ranks import ALL_RANKS
-from hybridtensor.state.rules import ROLES, DelayedRule, StatefulQuantizer, same_tensor
+from hybridtensor.state.rules import ROLES, DelayedRule, StatefulQuantizer, in_words, same_tensor
 from hybridtensor.state.tensors import CommonAmax, StateTensors
 
 
-class LayerState(nn.Module):
+class LayerState(StateModule):
     """The state of one layer's quantizers.
 
     ::
@@ -116,11 +116,8 @@ class LayerState(nn.Module):
             if not hasattr(quantizer, "delayed_rules"):
                 raise wrong(who, f"a quantizer for {role}", quantizer)
             rules |= quantizer.delayed_rules(role)
-        state.require(
-            rules,
-            stochastic=any(q.stochastic for q in quantizers.values()),
-            device=where,
-        )
+        stochastic = any(q.stochastic for q in quantizers.values())
+        state.require(rules, stochastic=stochastic, device=where)
         return state
 
     @property
@@ -221,9 +218,9 @@ class LayerState(nn.Module):
                 self._start_counter(self.rounding)
             else:
                 self.rounding.copy_(left)
-        if rules == dict(zip(self.slots, self.rules, strict=True)):
-            return
         before = dict(zip(self.slots, self.rules, strict=True))
+        if rules == before:
+            return
         old = {slot: [t[i] for t in self._per_slot()] for i, slot in enumerate(self.slots)}
         self.version += 1
         self.slots, self.rules = tuple(rules), tuple(rules.values())
@@ -299,17 +296,6 @@ class LayerState(nn.Module):
         self._left = None
         self.follow(NOTHING)
 
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield this module, but nothing to ``distribute_module``, which would shard the buffers as if it were a
-        layer."""
-        # distribute_module shards a layer by visiting all its modules: it would need a weight here, and turn the
-        # buffers into DTensors.
-        walker = sys._getframe(1).f_back  # which asks the layer's generator, which asks this one
-        if walker is None or walker.f_code.co_name != "distribute_module":
-            yield from super().named_modules(memo, prefix, remove_duplicate)
-
     def __deepcopy__(self, memo: dict[int, object]) -> LayerState:
         """Copy everything but the ranks, which are shared, and the hints."""
         new = type(self).__new__(type(self))
@@ -331,6 +317,14 @@ class LayerState(nn.Module):
             if not amax.is_meta:
                 self._record.total.copy_(amax)
 
+    def move_others(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """See ``StateModule.move_others``: moves the record of amaxes."""
+        if self.amax is not None:
+            # ``fn`` shows where it moves by what it returns only.
+            device = fn(torch.empty_like(self.amax)).device
+            if device != self.amax.device:
+                self._take_record(self.amax, device)
+
     def __getstate__(self) -> dict[str, object]:
         """Return the state without what belongs to this process: ranks, hints, amax records."""
         others = ("ranks", "_record", "_lineage", "_tensors")
@@ -342,40 +336,12 @@ class LayerState(nn.Module):
         buffers = {FORMER_NAMES.get(name, name): b for name, b in state["_buffers"].items()}
         state.pop("group", None)  # of former versions
         amax = state.pop("amax")
-        since = {"recording": True, "recorded": False, "unrecorded": False}
-        super().__setstate__(
-            {"hints": {}, "ranks": ALL_RANKS, "common": None}
-            | since
-            | state
-            | {"_buffers": buffers}
-        )  # type: ignore[no-untyped-call]
+        since = {"recording": True, "recorded": False, "unrecorded": False, "common": None}
+        own = {"hints": {}, "ranks": ALL_RANKS} | since | state | {"_buffers": buffers}
+        super().__setstate__(own)  # type: ignore[no-untyped-call]
         self._lineage = Lineage()
         self._take_record(amax)
         self.follow(digest(self.slots, self.encode_scale, self.amax_history))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerState:
-        """Move, but stay in fp32 under ``model.bfloat16()``; buffers that leave the meta device are initialized."""
-        before = dict(self._buffers)
-        was_meta = self._is_meta
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, buffer in before.items():
-            moved = self._buffers[name]
-            if buffer is not None and moved is not None and moved.dtype != buffer.dtype:
-                # The buffer before the cast, whose bits the cast dropped.
-                self._buffers[name] = buffer.to(moved.device)
-        if self.amax is not None:
-            # ``fn`` shows where it moves by what it returns only.
-            device = fn(torch.empty_like(self.amax)).device
-            if device != self.amax.device:
-                self._take_record(self.amax, device)
-        if was_meta and not self._is_meta:
-            # Memory that replaces the meta device holds nothing yet.
-            self.reset_parameters()
-        return self
-
-    @property
-    def _is_meta(self) -> bool:
-        return any(buffer.is_meta for buffer in self.buffers())
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Load the buffers; without any in the checkpoint (a plain model's) the state is reset."""
@@ -394,38 +360,27 @@ class LayerState(nn.Module):
         """Return whether a checkpoint's scales match this recipe; append an error if not."""
         if layout is None or self.layout is None or layout.is_meta or int(layout) == self._layout():
             return True  # what is missing or too much is an error without us
-        scales = ", ".join(
-            f"{slot}: {rule}" for slot, rule in zip(self.slots, self.rules, strict=True)
-        )
+        scales = ", ".join(in_words(self.slots, self.rules))
         errors.append(
             f"{prefix[:-1]}: the checkpoint has other delayed scales than this model, ({scales}); "
             "load it into a model with its own recipe, then change recipes with set_config_"
         )
         return False
 
-    def materialize_(self, device: torch.device) -> None:
-        """Allocate and reset buffers on the meta device."""
-        if self._is_meta:
-            self.to_empty(device=device)
-
     def _to_fp32(self) -> None:
         """Cast loaded buffers back to fp32, and reset the step's amax."""
         for name in ("encode_scale", "amax_history"):
             if self._buffers[name] is not None:
                 self._buffers[name] = required(self._buffers[name]).float()
-        if (
-            self.encode_scale is None
-            or self.amax is None
-            or self.amax.device != self.encode_scale.device
-        ):
-            fresh = None if self.encode_scale is None else torch.zeros_like(self.encode_scale)
-            self._take_record(fresh)
+        scale, amax = self.encode_scale, self.amax
+        if scale is not None and amax is not None and amax.device == scale.device:
+            amax.zero_()  # in place: CUDA graphs hold its address
         else:
-            self.amax.zero_()  # in place: CUDA graphs hold its address
+            self._take_record(None if scale is None else torch.zeros_like(scale))
 
     def extra_repr(self) -> str:
         """Return the slots and settings to print."""
-        kept = [f"{slot}: {rule}" for slot, rule in zip(self.slots, self.rules, strict=True)]
+        kept = in_words(self.slots, self.rules)
         if self.rounding is not None:
             kept.append("stochastic rounding")
         return ", ".join(kept)

@@ -8,6 +8,7 @@ Shape letters: ``L`` history length.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,6 +57,11 @@ class StatefulQuantizer(Protocol):
 
     def delayed_rules(self, slot: str) -> dict[str, DelayedRule]:
         """Return the rules of its delayed scales, by slot."""
+
+
+def in_words(slots: Iterable[str], rules: Iterable[DelayedRule]) -> list[str]:
+    """Return each delayed scale with its rule, for errors and printing."""
+    return [f"{slot}: {rule}" for slot, rule in zip(slots, rules, strict=True)]
 
 
 def same_tensor(slot: str) -> list[str]:

@@ -23,6 +23,7 @@ from hybridtensor.state.contract import ADVICE, reduced
 from hybridtensor.state.layer import LayerState, required
 from hybridtensor.state.ranks import ALL_RANKS, TrainingRanks
 from hybridtensor.state.recording import require_finite, require_recorded
+from hybridtensor.state.rules import in_words
 from hybridtensor.state.stages import pipeline_size
 from hybridtensor.state.training import layer_states, training_of
 from hybridtensor.state.update import update_scales
@@ -208,10 +209,6 @@ def _groups(
     return []
 
 
-def _rules(state: LayerState) -> str:
-    return ", ".join(f"{slot}: {rule}" for slot, rule in zip(state.slots, state.rules, strict=True))
-
-
 def _check_same_scales(
     model: nn.Module, states: list[LayerState], group: dist.ProcessGroup | None
 ) -> None:
@@ -221,7 +218,10 @@ def _check_same_scales(
     layout = [(state.name, id(state.rules)) for state in states]
     if checked.get(group) == layout:
         return
-    facts = {state.name or f"layer {i}": _rules(state) for i, state in enumerate(states)}
+    facts = {
+        state.name or f"layer {i}": ", ".join(in_words(state.slots, state.rules))
+        for i, state in enumerate(states)
+    }
     require_alike(
         "step_: the same delayed scales of the same layers are required on all ranks",
         facts,
