@@ -98,33 +98,29 @@ def quantize_(
         ht.step_after(optimizer, model)
 
     Modules, parameter objects, names and ``requires_grad`` do not change, tied weights stay tied, and existing
-    optimizers keep working. A second call changes the recipe. By default the output head, routers and their gates (a
-    ``gate`` that is narrower than its input) stay plain; ``explain(model)`` lists them with the reason.
-    Three-dimensional parameters are experts' weights if their first extent is ``num_experts`` of their module. Weights
-    stored ``[in, out]`` are supported if the layer's class is GPT-2's or has ``is_transposed = True``. The logger
-    ``hybridtensor`` lists plain layers; it warns of large ones that neither an argument nor a default excluded, and of
-    large gates.
+    optimizers keep working. A second call changes the recipe. The output head, routers and their gates (a ``gate``
+    narrower than its input) stay plain by default; ``explain(model)`` says why. Three-dimensional parameters are
+    experts' weights if their first extent is ``num_experts`` of their module. Weights ``[in, out]`` need a class that
+    is GPT-2's or has ``is_transposed = True``. The logger ``hybridtensor`` lists plain layers, and warns of large gates
+    and of large layers that nothing excluded.
 
     Args:
         model: Any module; its layers are found at every depth, the root included.
         recipe: A name or spec (``"fp8"``; see ``HybridConfig.parse`` and ``recipes``), a ``HybridConfig``, a factory
             ``QuantizerRole -> Quantizer``, ``recipes.by_type``, or torchao's ``FqnToConfig`` from names and ``re:``
             patterns to any of the first two (None leaves a layer alone).
-        filter_fn: ``(module, name) -> bool``: whether to convert a layer, instead of the default. For experts the
-            name is that of the parameter.
-        keep_bf16: Names or patterns (``"blocks.?.mlp"``) of layers, or of modules that contain layers, to leave plain;
-            overrides every other choice. ``recipes.edge_blocks`` returns the first and last blocks.
+        filter_fn: ``(module, name) -> bool``, instead of the default choice; for experts with the parameter's name.
+        keep_bf16: Names or patterns (``"blocks.?.mlp"``) of layers, or modules that contain some, to leave plain,
+            whatever else chooses them. ``recipes.edge_blocks`` returns the first and last blocks.
         persistent: Store only the quantized faces (``HybridTensor`` parameters), no high-precision weight. A trainable
             one keeps its original values until ``optim.MasterWeights`` takes them.
-        name: Name of ``model`` in a larger model. The random numbers of stochastic rounding depend on a layer's full
-            name. A layer without a name draws its key from torch's generator: seed all ranks that share it alike.
+        name: Name of ``model`` in a larger one: stochastic rounding draws by full names. The key of a layer without a
+            name comes from torch's generator: seed all ranks that share it alike.
         transposed: Names or patterns of experts' parameters that are stored ``[E, in, out]``, for modules that show it
             neither by ``is_transposed`` nor by ``hidden_size``; all others are ``[E, out, in]``.
-        common_scale: Groups of name patterns, ``("*.q_proj", "*.k_proj")``, of layers whose weights share one scale
-            per tensor, as inference engines that fuse them need. Names of a group match if ``*`` and ``?`` stand for
-            the same text.
-        keep_faces: How long faces of high-precision weights are cached, ``"auto"``, ``"always"`` or ``"never"``: see
-            ``HybridConfig``. None uses the recipe's setting.
+        common_scale: Groups of patterns, ``("*.q_proj", "*.k_proj")``, of layers whose weights share one scale per
+            tensor, as engines that fuse them need. ``*`` and ``?`` stand for the same text in all names of a group.
+        keep_faces: ``"auto"``, ``"always"`` or ``"never"``: how long faces are cached. None: as ``HybridConfig`` says.
 
     Returns:
         ``model``.
@@ -135,10 +131,7 @@ def quantize_(
         TypeError: If an argument is of the wrong kind, or a weight is not a floating-point parameter.
         RuntimeError: If a graph or a weak reference refers to a weight. Every error leaves the model unchanged.
     """
-    require_module("quantize_", model)
-    require_flag("quantize_", persistent=persistent)
-    require_function("quantize_", "filter_fn", filter_fn)
-    root = _checked_name(name)
+    root = _checked(model, filter_fn, persistent, name)
     plan = choose(model, recipe, filter_fn, keep_bf16=keep_bf16, root=root)
     plan = keeping(with_layouts(plan, transposed), keep_faces)
     check_plan(plan, model, root, persistent)  # before anything changes
@@ -286,7 +279,11 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     return model
 
 
-def _checked_name(name: str | None) -> str:
+def _checked(model: object, filter_fn: object, persistent: object, name: str | None) -> str:
+    """Return the name of the model, ``""`` if none was given; raise for arguments of the wrong kind."""
+    require_module("quantize_", model)
+    require_flag("quantize_", persistent=persistent)
+    require_function("quantize_", "filter_fn", filter_fn)
     if name is None:
         return ""
     require_text("quantize_", name=name)

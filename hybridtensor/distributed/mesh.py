@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch.distributed as dist
 from torch import nn
@@ -73,18 +73,25 @@ def set_mesh_(
             f"set_mesh_: dimensions of the mesh, each for one thing, are required as dp, tp, ep and pp, got dp={dp!r}, "
             f"tp={tp!r}, ep={ep!r}, pp={pp!r} for {mesh.mesh_dim_names}; name those that there are"
         )
-    rank = 0
-    # The first dimension outermost, as ranks are numbered in a mesh: so a loader deals out the
-    # parts of a batch.
-    for name in batch:
-        rank = rank * mesh[name].size() + mesh.get_local_rank(name)
-    ranks = TrainingRanks(tuple(mesh.get_group(name) for name in used), rank, named=True)
+    ranks = TrainingRanks(
+        tuple(mesh.get_group(name) for name in used), _part_of_batch(mesh, batch), named=True
+    )
     # Before anything changes: it raises on every rank, or on none.
     require_contract("set_mesh_", model, ranks.groups)
     for state in _states(model):
         state.ranks = ranks
     _note_parts(model, parts, _dimensions(mesh, "ep", ep))
     return model
+
+
+def _part_of_batch(mesh: DeviceMesh, batch: Iterable[str]) -> int:
+    """Return this rank's index among the parts of a batch, which dimensions of a mesh are spread over."""
+    rank = 0
+    # The first dimension outermost, as ranks are numbered in a mesh: so a loader deals out the
+    # parts of a batch.
+    for name in batch:
+        rank = rank * mesh[name].size() + mesh.get_local_rank(name)
+    return rank
 
 
 def _note_parts(model: nn.Module, parts: tuple[str, ...], experts: tuple[str, ...]) -> None:

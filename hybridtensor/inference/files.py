@@ -52,9 +52,9 @@ def export_pretrained(
 
         ht.export_pretrained(model, "exported")
 
-    Files ``model-00001-of-00003.safetensors`` with their index, ``config.json`` (that of a model of
-    transformers, with the quantization) and ``digests.json``: size and SHA-256 of every file, which
-    ``load_pretrained`` checks. Of a sharded model, all ranks call it, and the first one writes.
+    Files ``model-00001-of-00003.safetensors`` with their index, ``config.json`` (that of a model of transformers, with
+    the quantization) and ``digests.json``: size and SHA-256 of every file, which ``load_pretrained`` checks. Of a
+    sharded model, all ranks call it, and the first one writes.
 
     Args:
         model: Any model.
@@ -80,15 +80,7 @@ def export_pretrained(
     require_module(who, model)
     everyone = together(who, model, timeout)
     first = not dist.is_initialized() or dist.get_rank() == 0
-
-    def read() -> tuple[ModuleType, Path]:
-        require_path(who, folder)
-        require_int(who, at_least=1, shard_bytes=shard_bytes)
-        if first:
-            _check_new(who, Path(folder))
-        return safetensors(who), Path(folder)
-
-    library, target = everyone(read)
+    library, target = everyone(lambda: _given(who, folder, shard_bytes, first))
     tensors = inference_tensors(
         model, layout, experts=experts, dtype=dtype, bucket_bytes=bucket_bytes, ranks="first",
         static_inputs=static_inputs, timeout=timeout,
@@ -104,6 +96,17 @@ def export_pretrained(
         collections.deque(tensors, maxlen=0)  # other ranks wait in their gathers until all are done
         everyone(lambda: None if made is None else _finished(who, made, target, config))
     return target
+
+
+def _given(
+    who: str, folder: str | os.PathLike[str], shard_bytes: int, first: bool
+) -> tuple[ModuleType, Path]:
+    """Return the package safetensors and the folder, after checking arguments; the first rank looks at the disk."""
+    require_path(who, folder)
+    require_int(who, at_least=1, shard_bytes=shard_bytes)
+    if first:
+        _check_new(who, Path(folder))
+    return safetensors(who), Path(folder)
 
 
 def _written(

@@ -30,6 +30,7 @@ from hybridtensor.inference.weights import Exported, exported, names_of
 from hybridtensor.ops import Face
 
 BUCKET = 256 * 2**20
+_WHO = "inference_tensors"
 
 
 def inference_tensors(
@@ -52,10 +53,8 @@ def inference_tensors(
 
     For converted weights it yields the quantized data and scales of the rowwise face, which the next forward
     multiplies; other tensors are cast to ``dtype``. Tied weights are yielded once, under their first name. The tensors
-    may alias cached faces: copy what must outlive the next write.
-
-    All ranks of a sharded model (FSDP2, tensor and expert parallel) must iterate to the end: they exchange quantized
-    bytes, in buckets.
+    may alias cached faces: copy what must outlive the next write. All ranks of a sharded model (FSDP2, tensor and
+    expert parallel) must iterate to the end: they exchange quantized bytes, in buckets.
 
     Args:
         model: Any model.
@@ -81,24 +80,31 @@ def inference_tensors(
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If no layout, or not the given one, can store a weight; the message names the layer and an
-            alternative. If ranks differ in weights, recipes or layouts. On every rank, before anything is sent; but
-            MXFP4 exponents outside of NVFP4's range raise when the weight is packed.
+        ValueError: If no layout, or not the given one, can store a weight, with an alternative; if ranks differ. On
+            every rank, before anything is sent; but MXFP4 exponents beyond NVFP4's range raise when they are packed.
         RuntimeError: If a rank is gone; on every rank.
     """
-    who = "inference_tensors"
-    require_module(who, model)
-    require_timeout(who, timeout)
+    require_module(_WHO, model)
+    require_timeout(_WHO, timeout)
     given: dict[str, Any] = {"layout": layout, "experts": experts, "dtype": dtype}
     given |= {"bucket_bytes": bucket_bytes, "ranks": ranks, "static_inputs": static_inputs}
-    names, found = together(who, model, timeout)(lambda: _read(who, model, **given))
-    everyone = Ranks(who, None, timeout) if is_sharded(model) else None
-    if everyone is not None:
-        known = {name: str(value) for name, value in (*given.items(), ("timeout", timeout))}
-        check_arguments(everyone, **known, weights=_digest(found))
+    names, found = together(_WHO, model, timeout)(lambda: _read(_WHO, model, **given))
+    everyone = _agreed(model, timeout, given, found)
     stacks = _stacks_to_split(found)
     pack = functools.partial(_packed, names=names, stacks=stacks, static_inputs=static_inputs)
     return _named(found, pack, dtype, bucket_bytes, ranks == "first", everyone)
+
+
+def _agreed(
+    model: nn.Module, timeout: datetime.timedelta, given: dict[str, Any], found: list[Exported]
+) -> Ranks | None:
+    """Return the ranks of a sharded model, which were given and found the same; None for one process."""
+    if not is_sharded(model):
+        return None
+    everyone = Ranks(_WHO, None, timeout)
+    known = {name: str(value) for name, value in (*given.items(), ("timeout", timeout))}
+    check_arguments(everyone, **known, weights=_digest(found))
+    return everyone
 
 
 def _stacks_to_split(found: Iterable[Exported]) -> set[str]:
