@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from experts import offsets, parts
+from loops import losses, same, watched_sample
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -86,10 +87,6 @@ def one_by_one(model, x, g, ends):
         dx[rows] = scaled_mm(of_g[0], of_w[1], out_dtype=y.dtype)
         dw[e] = scaled_mm(of_g[1], of_x[1], out_dtype=y.dtype)
     return y, dx, dw
-
-
-def same(mine, theirs):
-    return all(map(torch.equal, mine, theirs))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -182,10 +179,7 @@ def test_one_graph_for_all_offsets_draws_as_eager_code_does(recipe):
 
 def test_watching_measures_what_was_rotated():
     (x, g), model = operands(), layer("quartet2")
-    with ht.watch(model, every=1, rows=128) as watched:
-        results(model, x, g, (100, 100, 200, 200))
-        watched.step()
-    (sample,) = watched.samples
+    sample = watched_sample(model, lambda: results(model, x, g, (100, 100, 200, 200)))
     faces = {row.operand: row.statistics for row in sample.faces if row.format == "nvfp4_eden"}
     assert sorted(faces) == ["grad_output.columnwise", "grad_output.rowwise", "input.columnwise", "weight.columnwise"]
     for operand in ("grad_output.columnwise", "grad_output.rowwise"):
@@ -226,15 +220,9 @@ def test_experts_train():
     torch.manual_seed(0)
     model = ht.quantize_(Experts().bfloat16(), "quartet2")
     optimizer = torch.optim.SGD(model.parameters(), lr=30.0)
-    x, losses = torch.randn(TOKENS, 128).bfloat16(), []
-    for _ in range(12):
-        loss = (model(x, offsets(ENDS[0])) - x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ht.step_(model)
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
+    x = torch.randn(TOKENS, 128).bfloat16()
+    found = losses(model, optimizer, lambda: (model(x, offsets(ENDS[0])) - x).square().mean())
+    assert found[-1] < 0.8 * found[0]
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from loops import losses, same, watched_sample
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -106,19 +107,19 @@ def test_draws_advance_with_steps_and_are_resumed():
     x, g = operands()
     model = layer()
     first = gradients(model, x, g)
-    assert all(map(torch.equal, first, gradients(model, x, g)))
+    assert same(first, gradients(model, x, g))
     ht.step_(model)
     saved, second = copy.deepcopy(model.state_dict()), gradients(model, x, g)
     assert not any(map(torch.equal, first, second))
     other = layer()
     other.load_state_dict(saved)
-    assert all(map(torch.equal, second, gradients(other, x, g)))
+    assert same(second, gradients(other, x, g))
 
 
 def test_recomputed_forwards_draw_the_same():
     x, g = operands()
     recomputed = gradients(layer(), x, g, lambda module, x: checkpoint(module, x, use_reentrant=False))
-    assert all(map(torch.equal, recomputed, gradients(layer(), x, g)))
+    assert same(recomputed, gradients(layer(), x, g))
 
 
 @pytest.mark.parametrize("keep_faces", ["auto", "always", "never"])
@@ -141,15 +142,8 @@ def test_layers_in_a_row_train():
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
     x = torch.randn(100, 64).bfloat16()
     target = torch.cat([x, -x], 1)
-    losses = []
-    for _ in range(12):
-        loss = (model(x) - target).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ht.step_(model)
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
+    found = losses(model, optimizer, lambda: (model(x) - target).square().mean())
+    assert found[-1] < 0.8 * found[0]
 
 
 def test_operands_of_one_product_need_one_seed():
@@ -174,10 +168,7 @@ def test_what_it_is_not_for_is_an_error():
 def test_watching_measures_what_was_rotated():
     x, g = operands()
     model = layer()
-    with ht.watch(model, every=1, rows=128) as watched:
-        gradients(model, x, g)
-        watched.step()
-    (sample,) = watched.samples
+    sample = watched_sample(model, lambda: gradients(model, x, g))
     faces = {row.operand: row.statistics for row in sample.faces if row.format == "nvfp4_eden"}
     assert sorted(faces) == ["grad_output.columnwise", "grad_output.rowwise", "input.columnwise", "weight.columnwise"]
     for found in faces.values():
@@ -216,7 +207,7 @@ def test_a_graph_draws_as_eager_code_does():
     run = torch.compile(compiled["up"], fullgraph=True, backend="aot_eager")
     for _ in range(2):
         found = gradients(compiled, x, g, lambda _, x: run(x))
-        assert all(map(torch.equal, found, gradients(eager, x, g)))
+        assert same(found, gradients(eager, x, g))
         ht.step_(eager)
         ht.step_(compiled)
     torch._dynamo.reset()

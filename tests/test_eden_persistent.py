@@ -4,12 +4,15 @@ Oracle: weights in high precision with the same values, bitwise.
 """
 
 import copy
+import functools
 import io
 
+import loops
 import pytest
 import torch
 from experts import offsets
 from graphs import Graphs
+from loops import optimizer_of, same, watched_sample
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
@@ -59,29 +62,7 @@ def tokens(step):
     return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def optimizer_of(made, persistent=True):
-    if not persistent:
-        return torch.optim.SGD(made.parameters(), lr=0.5, momentum=0.5)
-    return ht.optim.MasterWeights(torch.optim.SGD, made.parameters(), lr=0.5, momentum=0.5)
-
-
-def steps(made, optimizer, count=3, run=None, first=0):
-    """Train, accumulating two gradients; return outputs and gradients."""
-    found = []
-    for step in range(first, first + count):
-        for again in range(2):
-            x = tokens(2 * step + again).requires_grad_()
-            y = (made if run is None else run)(x)
-            y.square().mean().backward()
-        found += [y.detach(), x.grad, *[p.grad.clone() for p in made.parameters()]]
-        optimizer.step()
-        optimizer.zero_grad()
-        ht.step_(made)
-    return found
-
-
-def same(mine, theirs):
-    return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+steps = functools.partial(loops.steps, batch=tokens)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -136,7 +117,7 @@ def test_another_recipe_adds_and_drops_the_face():
         assert torch.equal(mine.dequantize(), theirs.dequantize())
     ht.set_config_(made, "nvfp4+one_d")
     assert all(p.rowwise is not None and p.columnwise is not None for p in weights(made))
-    assert torch.isfinite(torch.stack([g.sum() for g in steps(made, optimizer_of(made), 1)])).all()
+    assert torch.isfinite(torch.stack([g.sum() for g in steps(made, optimizer_of(made), count=1)])).all()
 
 
 def test_a_write_between_forward_and_backward_is_an_error():
@@ -217,10 +198,7 @@ def test_copies_are_independent():
 
 def test_it_is_watched():
     made = model()
-    with ht.watch(made, every=1, rows=128) as watched:
-        made(tokens(0).requires_grad_()).square().mean().backward()
-        watched.step()
-    (sample,) = watched.samples
+    sample = watched_sample(made, lambda: made(tokens(0).requires_grad_()).square().mean().backward())
     found = {(row.layer, row.product): row.statistics["sqnr"] for row in sample.products}
     assert found["last", "grad_input"] > 14
     assert found["first", "grad_input"] > 14

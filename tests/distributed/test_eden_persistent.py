@@ -2,9 +2,13 @@
 gather. Oracle: weights in high precision of one process, bitwise.
 """
 
+import functools
+
+import loops
 import pytest
 import torch
 from experts import EXPERTS, Experts, offsets
+from loops import optimizer_of, same
 from processes import generator, here
 from sharding import mesh_of, own_group
 from tiers import few, long
@@ -56,28 +60,14 @@ def build(rank, *, persistent=True, sharded=True, dim=0, resharded=True):
             options["shard_placement_fn"] = lambda p: Shard(dim) if p.dim() == 3 else None
         for part in (model.experts, model.stored, model):
             fully_shard(part, **options)
-    make = ht.optim.MasterWeights if persistent else lambda cls, *given, **options: cls(*given, **options)
-    return model, make(torch.optim.SGD, model.parameters(), lr=0.5, momentum=0.5)
+    return model, optimizer_of(model, persistent)
 
 
-def steps(model, optimizer, count=3, first=0, run=None):
-    """Train, accumulating two gradients of one draw; leave weights as they are in one step."""
-    found = []
-    for step in range(first, first + count):
-        for again in range(2):
-            x = torch.randn(TOKENS, WIDTH, generator=generator(2 * step + again)).to(here()).requires_grad_()
-            y = (model if run is None else run)(x)
-            y.square().mean().backward()
-        found += [y.detach(), x.grad]
-        if step != 1:
-            optimizer.step()
-        optimizer.zero_grad()
-        ht.step_(model)
-    return found
+def tokens(number):
+    return torch.randn(TOKENS, WIDTH, generator=generator(number)).to(here())
 
 
-def same(mine, theirs):
-    return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+steps = functools.partial(loops.steps, batch=tokens, still=(1,), weights=False)
 
 
 def like_one_process(rank, resharded, compiled):
@@ -151,7 +141,7 @@ def with_tensor_parallel(rank):
         ht.quantize_(model, "quartet2", persistent=persistent)
         ht.set_mesh_(model, mesh)
         for step in range(2):
-            x = torch.randn(TOKENS, WIDTH, generator=generator(step)).to(here()).requires_grad_()
+            x = tokens(step).requires_grad_()
             y = model(x)
             y.square().mean().backward()
             found.append([y.detach(), x.grad, *[local(p.grad).clone() for p in model.parameters()]])

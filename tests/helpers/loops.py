@@ -1,0 +1,68 @@
+"""Training loops whose results two models have in common, bit by bit."""
+
+import torch
+
+import hybridtensor as ht
+
+
+def same(mine, theirs):
+    """Whether as many tensors are equal, bitwise."""
+    return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+
+
+def optimizer_of(model, persistent=True):
+    """An optimizer that remembers its steps; persistent weights are stepped in high precision."""
+    options = {"lr": 0.5, "momentum": 0.5}
+    if not persistent:
+        return torch.optim.SGD(model.parameters(), **options)
+    return ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), **options)
+
+
+def steps(model, optimizer, batch, *, count=3, first=0, run=None, still=(), weights=True):
+    """Train, accumulating the gradients of two batches in each step; return outputs and gradients.
+
+    Args:
+        model: What is trained.
+        optimizer: Its optimizer.
+        batch: From a number to an input.
+        count: How many steps.
+        first: The number of the first one.
+        run: What is called, if not the model.
+        still: Steps that leave the weights as they are; the state of quantizers advances.
+        weights: Whether gradients of parameters are returned, too: shards have none of the whole.
+    """
+    found = []
+    for step in range(first, first + count):
+        for again in range(2):
+            x = batch(2 * step + again).requires_grad_()
+            y = (model if run is None else run)(x)
+            y.square().mean().backward()
+        found += [y.detach(), x.grad]
+        found += [p.grad.clone() for p in model.parameters()] if weights else []
+        if step not in still:
+            optimizer.step()
+        optimizer.zero_grad()
+        ht.step_(model)
+    return found
+
+
+def losses(model, optimizer, loss_of, count=12):
+    """Train with what ``loss_of()`` returns, and return all of it."""
+    found = []
+    for _ in range(count):
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ht.step_(model)
+        found.append(loss.item())
+    return found
+
+
+def watched_sample(model, run):
+    """Return what is measured of a step, in which ``run()`` runs the model."""
+    with ht.watch(model, every=1, rows=128) as watched:
+        run()
+        watched.step()
+    (sample,) = watched.samples
+    return sample
