@@ -143,6 +143,7 @@ SCOPES = {
     ("docs/inference.md", 3): common_scales,
     ("docs/recipes.md", 1): plain,
     "docs/choosing-a-recipe.md": plain,
+    "docs/migrating.md": plain,
 }
 
 
