@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import hybridtensor as ht
 from hybridtensor.distributed import checkpoint
 from hybridtensor.dtensor import local
+from hybridtensor.quantizers.base import CastQuantizer
 
 WIDTH, HIDDEN, TOKENS = 128, 256, 160
 ENDS = (5, 60, 60, 160)
@@ -120,6 +121,38 @@ def another_recipe(rank):
 @long("sharded weights; tests/test_eden_persistent.py has whole ones")
 def test_another_recipe_adds_and_drops_the_face(two):
     two.run(another_recipe)
+
+
+def once(rank):
+    """Experts, too, whose faces need no amaxes of other ranks."""
+    model, _ = build(rank)
+    called, faces = [], CastQuantizer.faces
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CastQuantizer, "faces", lambda self, x, **options: called.append(x) or faces(self, x, **options))
+        ht.set_config_(model, "mxfp8")
+    assert len(called) == 6
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_recipe_quantizes_each_weight_once(two):
+    two.run(once)
+
+
+def rounded_at_random(rank):
+    """Each expert draws by its number among all of them."""
+    quantizer, values = ht.NVFP4Quantizer(rounding="stochastic"), ht.IdentityQuantizer()
+    config = ht.HybridConfig(input=values, weight=quantizer, grad_output=values)
+    (model, optimizer), (other, its) = build(rank), build(rank, sharded=False)
+    for one in (model, other):
+        ht.set_config_(one, config)
+    assert len(optimizer.masters()) == len(its.masters())  # they live as long as their optimizers
+    for mine, whole in zip(model.experts.parameters(), other.experts.parameters(), strict=True):
+        assert torch.equal(local(mine).dequantize(), whole.dequantize().chunk(2)[rank])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_recipe_draws_as_one_process(two):
+    two.run(rounded_at_random)
 
 
 def cut(rank):

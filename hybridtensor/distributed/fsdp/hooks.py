@@ -242,16 +242,19 @@ def remake_(part: HybridTensor, values: Tensor, config: HybridConfig) -> bool:
     if shard is None:
         return False
     shard.adopt(config)
-    original, values = values, weight_values(config, values)
+    if shard.plan.matrix is not None:
+        # Whole experts, which share no scale with those of other ranks: quantized as without FSDP2, but by their
+        # numbers among all.
+        context = shard.part(values, part.state).context()
+        fresh = quantize_weight(config, values, context, part.layer, part.dtype)
+        part.rowwise, part.columnwise, part.config = fresh.rowwise, fresh.columnwise, config
+        return True
+    values = weight_values(config, values)
     if shard.plan.reduce is not None:
         reduce_amaxes([(shard, values)])
     with torch.no_grad():
         keeps = not config.weight.draws_from_rowwise
         made, _ = shard.part(values, part.state).faces(rowwise=True, columnwise=keeps)
-    if shard.plan.matrix is not None:
-        fresh = quantize_weight(config, original, part.context, part.layer, part.dtype)
-        part.rowwise, part.columnwise, part.config = fresh.rowwise, fresh.columnwise, config
-        return True
     row, column = (_cut(face, dim, values.shape[0]) for dim, face in enumerate(made))
     if row is not None and column is not None and column.follows_rowwise:
         column = row._replace(

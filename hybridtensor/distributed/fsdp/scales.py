@@ -34,7 +34,7 @@ class Part(NamedTuple):
         """Return the faces with the scales of the whole, maybe with extra rows, and the first row of the shard in
         them."""
         values, plan, first = self.values, self.plan, 0
-        context = self._context()
+        context = self.context()
         amaxes = None if plan.reduce is None else self.amaxes  # those of another recipe
         of_rowwise = plan.of_rowwise and columnwise
         if amaxes is not None and (plan.reduce == "blocks" or of_rowwise):
@@ -52,7 +52,7 @@ class Part(NamedTuple):
     ) -> tuple[PreparedCast, CastInputs] | None:
         """Return the cast into ``out`` and its inputs, valid while amaxes and state stay in place; None if one cast
         is not enough."""
-        context, plan = self._context(), self.plan
+        context, plan = self.context(), self.plan
         if plan.matrix is not None:
             return None
         if self.amaxes is not None and plan.reduce is not None:
@@ -72,7 +72,8 @@ class Part(NamedTuple):
         inputs = cast.inputs(self.values, context)
         return ops.prepare(self.values, cast.request, inputs), inputs
 
-    def _context(self) -> Context:
+    def context(self) -> Context:
+        """Return the quantizers' context, with the shard's position in the whole."""
         if self.plan.matrix is not None:
             count, rows = self.values.shape[0], self.plan.matrix[0]
             groups = Groups(count, first=self.first + self.rank * count)
