@@ -174,6 +174,8 @@ def _observed(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
     """Run everything eagerly, with gradients and with ``recorder`` as the observer."""
     hooks = []
     for module in model.modules():
+        # First before a forward, and in any case after it: entries and exits come in pairs,
+        # whatever other hooks raise or return.
         hooks.append(module.register_forward_pre_hook(recorder.enter, prepend=True))
         hooks.append(module.register_forward_hook(recorder.leave, always_call=True))
     observers.append(recorder)

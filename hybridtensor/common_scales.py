@@ -70,6 +70,8 @@ def _siblings(plan: Plan, patterns: list[str]) -> list[Plan]:
 
 def _matching(plan: Plan, pattern: str) -> dict[tuple[str, ...], tuple[Layer, HybridConfig]]:
     """Return the layers that a pattern matches, by the text that its wildcards match."""
+    # Not ``fnmatch``, which does not say what wildcards stand for: that is the key by which
+    # siblings find each other.
     parts = (
         {"*": "(.*)", "?": "(.)"}.get(part, re.escape(part))
         for part in re.split(r"([*?])", pattern)

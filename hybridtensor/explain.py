@@ -162,11 +162,14 @@ def explain(model: nn.Module, *, show: bool = False) -> Explanation:
     for found in found_layers:
         layer, module = found.name or "<root>", found.module
         weight, recipe = part_of(found.weight), found.recipe
+        # A weight that a parametrization computes has no recipe of its own; its layer has.
         config = weight.config if is_converted(weight) else recipe and recipe.config
         if config is not None:
             gathered = gathers(module, weight) if is_converted(weight) else None
             if gathered is not None:
                 sent.append(GatherRow(layer, *gathered))
+            # Someone may write through an alias without being counted, so that nothing of this
+            # weight is cached: slow, and shown.
             if isinstance(weight, MasterWeight) and weight.record.is_shared(weight.plain):
                 shared.append(layer)
             row = _layer_row(found, config, seen, _common_scale(found, names))

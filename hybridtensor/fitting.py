@@ -160,6 +160,8 @@ def check_sizes(layer: Layer, config: HybridConfig) -> None:
     who, weight = f"quantize_: layer {layer.name or '<root>'}", layer.weight
     size: tuple[int, ...] = tuple(weight.shape)
     if isinstance(weight, DTensor):
+        # FSDP2 gathers its parts before they are multiplied: what counts is the matrix that it
+        # gathers, whole or a part of tensor parallelism.
         held = [
             sharded.size for sharded in locate(layer.module) if sharded.tensor is part_of(weight)
         ]

@@ -209,6 +209,8 @@ def matching(rules: Iterable[str], *names: str) -> list[str]:
     """Return the matching keys of ``FqnToConfig``, by precedence."""
     keys = list(rules)
     patterns = {key: _pattern(key) for key in keys if key.startswith("re:")}
+    # In the order of ``names``, from the parameter to the module, not in that of the rules: so
+    # torchao resolves them.
     exact = [name for name in names if name in keys and name not in patterns]
     return exact + [key for name in names for key, p in patterns.items() if p.fullmatch(name)]
 

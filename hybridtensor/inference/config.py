@@ -124,6 +124,7 @@ def _compressed_tensors(
     stored_as = {scheme["format"] for scheme, _ in groups}
     return {
         "quant_method": "compressed-tensors",
+        # What compressed-tensors calls several formats in one model; each group then names its own.
         "format": stored_as.pop() if len(stored_as) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "global_compression_ratio": None,

@@ -137,6 +137,8 @@ if hasattr(F, "grouped_mm"):
 
 
 def _address(tensor: Tensor) -> int:
+    # By memory, not by identity: models multiply by views of their weights, such as ``weight[e]``
+    # and ``weight.t()``.
     return tensor.untyped_storage().data_ptr() if tensor.device.type != "meta" else 0
 
 

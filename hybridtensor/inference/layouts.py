@@ -175,6 +175,8 @@ def _mxfp4(face: Face) -> Packed:
 
 
 def _hf_mxfp4(face: Face) -> Packed:
+    # gpt-oss's checkpoints have blocks of 32 elements, which are 16 bytes, in a dimension of their
+    # own.
     return {"blocks": face.qdata.unflatten(1, (-1, 16)), "scales": _by_row(face)}
 
 
@@ -182,6 +184,7 @@ def _hf_deepseek_v4(face: Face) -> Packed:
     if face.format not in _MXFP4:
         return {"weight": face.qdata, "scale": _hf_fp8_ue8m0(face)["weight_scale_inv"]}
     exponents = _by_row(face).view(torch.float8_e8m0fnu)
+    # DeepSeek's checkpoints have two E2M1 elements in an int8.
     return {"weight": face.qdata.view(torch.int8), "scale": exponents}
 
 

@@ -160,6 +160,8 @@ def _named(
     for bucket in _buckets(found, dtype, bucket_bytes):
         if everyone is not None:  # gathers wait as long as their own groups say
             everyone.each(lambda: None)
+        # Every rank takes part in every gather, also one that gets nothing, and one that has
+        # failed: the others would wait.
         for one, whole in whole_tensors(bucket, places, dtype, first_only):
             if whole is None or not mine or failed is not None:
                 continue

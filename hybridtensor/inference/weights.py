@@ -123,6 +123,8 @@ def exported(who: str, model: nn.Module, layout: str) -> list[Exported]:
     """
     _let_go(model)
     _check_adapters(who, model)
+    # By what is stored: two layers with a tied weight are one tensor in a checkpoint, under its
+    # first name.
     layers = {id(_held(layer.weight)): layer for layer in layers_of(model)}
     managed = {id(sharded.tensor): sharded for sharded in everything()}
     found = [_of(who, name, value, layers.get(id(value)), managed) for name, value in named(model)]

@@ -88,6 +88,8 @@ def _read(rule: object) -> HybridConfig | None:
 def _made(role: str, config: HybridConfig) -> object:
     """Return TransformerEngine's quantizer of an operand, a new one each time: they have state."""
     quantizer = getattr(config, role)
+    # TransformerEngine holds scales and histories itself: it is asked for a quantizer, not given
+    # one.
     if isinstance(quantizer, ours.DelayedFloat8Quantizer):
         grad = config.grad_output
         return DelayedScalingRequest(

@@ -254,6 +254,8 @@ _MOST_LAUNCHES = 4096
 def _run(key: _Key, left: KernelOperand, right: KernelOperand, out: Tensor, plan: Tensor) -> None:
     launch = _LAUNCHES.get(key)
     if launch is None:
+        # Emptied, not ordered by use: an order would have to be kept in each product, for a case that
+        # is rare.
         if len(_LAUNCHES) >= _MOST_LAUNCHES:
             _LAUNCHES.clear()
         launch = _LAUNCHES[key] = _launch(key, left.constants, right.constants)

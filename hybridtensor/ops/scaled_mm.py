@@ -224,6 +224,7 @@ def chosen(left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype)
     multiply = _MULTIPLY.get(key)
     if multiply is None:
         multiply = _choose(left, right, bias, out_dtype)
+        # As of ``grouped_kernel``: emptied, not ordered by use.
         if len(_MULTIPLY) >= _MOST_KINDS:
             _MULTIPLY.clear()
         _MULTIPLY[key] = multiply

@@ -70,6 +70,8 @@ class Quantizer(ABC):
 
     def __getstate__(self) -> dict[str, object]:
         """Return the fields only, without cached plans."""
+        # Plans are those of this process and version, and a quantizer is pickled with each weight
+        # that it quantizes.
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def __setstate__(self, fields: dict[str, object]) -> None:

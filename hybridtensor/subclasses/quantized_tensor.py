@@ -104,6 +104,7 @@ class QuantizedTensor(WrapperTensor):
     def from_parts(
         cls, inner: dict[str, Tensor], metadata: Metadata, size: Size, stride: Stride
     ) -> Self:
+        # In the order of ``metadata_names``, in which files of all versions hold them.
         format, axis, nominal_dtype, cuts_group = metadata
         face = Face(inner["qdata"], inner["scale"], inner.get("tensor_scale"), format)
         return cls(face, axis, nominal_dtype, size, stride, cuts_group)

@@ -103,6 +103,8 @@ class Numbers(NamedTuple):
         return cls(
             torch.zeros(places, faces, len(FACE_COUNTS), dtype=torch.int64, device=device),
             torch.zeros(places, faces, len(FACE_NORMS), dtype=double, device=device),
+            # Of a maximum the neutral element. Minima are stored negated, so that one MAX reduces
+            # everything over ranks.
             torch.full(
                 (places, faces, len(FACE_MAXIMA)), -torch.inf, dtype=torch.float32, device=device
             ),

@@ -128,6 +128,7 @@ def _replica(value: Tensor) -> Iterable[Replica]:
     coordinate = value.device_mesh.get_coordinate()
     if coordinate is not None:
         pairs = zip(value.placements, coordinate, strict=True)
+        # Ranks that are alike in all dimensions but replicated ones hold one part.
         part = tuple(None if isinstance(p, Replicate) else (str(p), at) for p, at in pairs)
         yield part, _digest(local(value))
 

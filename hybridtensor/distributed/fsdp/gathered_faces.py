@@ -61,6 +61,7 @@ class GatheredFaces:
         for tensors in self.tensors.values():
             for tensor in tensors:
                 free_storage(tensor)
+        # FSDP2 gets one of these lists in each gather.
         self._needed = {
             asked: self._tensors_of(*asked) for asked in itertools.product((False, True), repeat=2)
         }

@@ -184,7 +184,8 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
     """Quantize values into local shards of persistent weights; every rank passes the same weights."""
     waiting = [(shard, values) for shard, values in pairs if shard.plan.reduce is not None]
     written = [common_scale.Written(shard, shard.sharded.tensor, values) for shard, values in pairs]
-    # In the order of the weights, which is the same on all ranks: collectives have to match.
+    # In the order of the weights, which is the same on all ranks: collectives have to match. Weights on different
+    # meshes cannot share one.
     for group in {
         id(shard.sharded.process_group): shard.sharded.process_group for shard, _ in waiting
     }.values():

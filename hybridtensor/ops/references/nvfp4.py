@@ -115,6 +115,8 @@ def quantize(
             finite, largest, encode, tensor_scale, fmt, rule, transposed=draws.transposed
         )
     else:
+        # In the order of core_nvfp4.cuh, by the reciprocal: each step is rounded to fp32, and
+        # another order gives other scales.
         sixth = (1.0 / torch.tensor(fmt.max, dtype=torch.float32, device="cpu")).item()
         scale = (largest * (encode * sixth)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)  # [A, B]
     scaled = finite * spread(_factor(scale, encode), fmt.block, x.shape)
