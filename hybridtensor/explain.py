@@ -168,8 +168,7 @@ def explain(model: nn.Module, *, show: bool = False) -> Explanation:
             gathered = gathers(module, weight) if is_converted(weight) else None
             if gathered is not None:
                 sent.append(GatherRow(layer, *gathered))
-            # Someone may write through an alias without being counted, so that nothing of this
-            # weight is cached: slow, and shown.
+            # An alias may be written uncounted, so that no face of this weight is cached.
             if isinstance(weight, MasterWeight) and weight.record.is_shared(weight.plain):
                 shared.append(layer)
             row = _layer_row(found, config, seen, _common_scale(found, names))

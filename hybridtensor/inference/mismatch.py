@@ -156,8 +156,7 @@ def mismatch(
     known = _by_name(sent)
     with _evaluating(model):
         ran, trained = _recorded(model, batch, found)
-        # Without our layers, and with NaN in place of converted weights: what the engine's mode
-        # does not multiply shows in the outputs.
+        # With NaN as converted weights: what the engine's mode does not multiply shows.
         engine = plain_(copy.deepcopy(model))
         weights = {one.name: engine_weight(_WHO, one, known, activation) for one in found}
         mode = put_weights(engine, weights)

@@ -96,7 +96,7 @@ def inference_tensors(
 
 
 def _agreed(
-    model: nn.Module, timeout: datetime.timedelta, given: dict[str, Any], found: list[Exported]
+    model: nn.Module, timeout: datetime.timedelta, given: dict[str, object], found: list[Exported]
 ) -> Ranks | None:
     """Return the ranks of a sharded model, which were given and found the same; None for one process."""
     if not is_sharded(model):
