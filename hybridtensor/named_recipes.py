@@ -45,13 +45,16 @@ TABLE = (
     RecipeRow(
         "fp8_rowwise",
         "fp8_rowwise",
-        "torchao's float8 recipe ``rowwise``, after FBGEMM's rowwise product.",
+        "torchao's float8 recipe ``rowwise``, after FBGEMM's rowwise product; torchao rounds scales "
+        "to powers of two, as ``fp8_rowwise+pow2_scale`` does.",
         "FP8 E4M3 with one scale per row of each operand along its contraction axis.",
     ),
     RecipeRow(
         "fp8_rowwise_hp_grad_weight",
         "fp8_rowwise/fp8_rowwise/bf16",
-        "torchao's float8 recipe ``rowwise_with_gw_hp``.",
+        "torchao's float8 recipe ``rowwise_with_gw_hp``, which also scales the weight per tensor in "
+        "grad_input, and rounds scales to powers of two: "
+        "``fp8_rowwise/fp8_rowwise:fp8/bf16+pow2_scale``.",
         "FP8 per row, with the weight's gradient in high precision.",
     ),
     RecipeRow(

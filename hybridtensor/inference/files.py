@@ -12,6 +12,7 @@ import datetime
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -86,11 +87,8 @@ def export_pretrained(
         static_inputs=static_inputs, timeout=timeout,
     )  # fmt: skip
 
-    def described() -> Settings:
-        told = inference_config(model, layout, experts=experts, static_inputs=static_inputs)
-        return _config(model, told, dtype)
-
-    config = everyone(described)
+    told = partial(inference_config, model, layout, experts=experts, static_inputs=static_inputs)
+    config = everyone(lambda: _config(model, told(), dtype))
     with contextlib.ExitStack() as stack:
         made = _written(stack, library, target, tensors, shard_bytes) if first else None
         collections.deque(tensors, maxlen=0)  # other ranks wait in their gathers until all are done

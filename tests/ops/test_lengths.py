@@ -1,5 +1,7 @@
 """Batches of other lengths: their kernels are compiled together when lengths begin to vary, and none later."""
 
+import collections
+
 import pytest
 import torch
 
@@ -23,19 +25,21 @@ def test_lengths_are_due_once_another_number_divides_them(monkeypatch):
         assert lengths_to_compile(kind, rows) == due, (kind, rows)
 
 
-def compiled():
-    """Return how many kernels of casts there are."""
+@pytest.fixture
+def compiled(monkeypatch):
+    """Return a function of how many kernels of casts were compiled in this test."""
     from hybridtensor.kernels import measure, quantize
 
-    device = torch.cuda.current_device()
-    found = [quantize.cast_kernel, quantize.recast_kernel, measure.measure_kernel, measure.measure_flat_kernel]
-    return sum(len(one.device_caches[device][0]) for one in found)
+    kernels = [quantize.cast_kernel, quantize.recast_kernel, measure.measure_kernel, measure.measure_flat_kernel]
+    for one in kernels:
+        monkeypatch.setattr(one, "device_caches", collections.defaultdict(one.create_binder))
+    return lambda: sum(len(one.device_caches[torch.cuda.current_device()][0]) for one in kernels)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only kernels of a GPU are compiled")
 @pytest.mark.parametrize(("name", "delayed"), [(FORMATS[0], True), *((name, False) for name in FORMATS)])
-def test_no_kernel_is_compiled_late(name, delayed, monkeypatch):
+def test_no_kernel_is_compiled_late(name, delayed, monkeypatch, compiled):
     monkeypatch.setattr(lengths, "_SEEN", {})
     monkeypatch.setattr(kernel, "_CASTS", {})
     cast, inputs = Cast(get_format(name), slot=0 if delayed else -1), NO_INPUTS
