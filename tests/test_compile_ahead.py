@@ -10,7 +10,6 @@ from torch._functorch import config as functorch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import hybridtensor as ht
-from hybridtensor.ops import graph_calls
 from hybridtensor.ops.cast import compile_ahead, lengths
 from hybridtensor.ops.cast import kernel as kernel_casts
 from hybridtensor.testing import random_tensor
@@ -46,7 +45,7 @@ def started(monkeypatch, device):
         pytest.skip("kernels are compiled for the GPU of this process")
     made = Started()
     monkeypatch.setattr(compile_ahead, "implementation", made.implementation)
-    monkeypatch.setattr(compile_ahead, "_seen", set())
+    monkeypatch.setattr(compile_ahead, "_started", {})
     if device == "cpu":
         monkeypatch.setattr(compile_ahead, "_are_on_a_gpu", bool)
         monkeypatch.setattr(torch.cuda, "device", torch.device)
@@ -95,25 +94,33 @@ def test_every_cast_of_a_graph_is_started_with_few_rows(started, device, recipe)
 def test_a_thread_that_fails_changes_nothing(started, device):
     expected = train(device, "fp8")
     started.fails = True
-    compile_ahead._seen.clear()
+    compile_ahead._started.clear()
     started.clear()
     for got, want in zip(train(device, "fp8"), expected, strict=True):
         assert torch.equal(got, want)
     assert started
 
 
-def test_the_code_of_a_graph_waits_for_the_threads(started, monkeypatch, device):
-    waiting = []
-    wait = compile_ahead.wait_for_kernels
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_the_code_of_a_graph_waits_for_its_own_kernels(started, monkeypatch, device, cuda_graphs):
+    """Where CUDA graphs are captured, for all."""
+    waits = []
+    wait = compile_ahead.wait
 
-    def watched():
-        wait()
-        waiting.append(started.finished == len(started))
+    def watched(futures):
+        awaited = set(futures)
+        waits.append((awaited, set(compile_ahead._needed), set(compile_ahead._started.values())))
+        wait(awaited)
+        assert all(future.done() for future in awaited)
 
-    monkeypatch.setattr(graph_calls, "wait_for_kernels", watched)
-    train(device, "fp8")
-    assert started
-    assert all(waiting)
+    monkeypatch.setattr(compile_ahead, "wait", watched)
+    with compile_ahead.config.patch({"triton.cudagraphs": cuda_graphs}):
+        train(device, "nvfp4")
+    awaited, forward, begun = waits[0]
+    assert forward
+    assert forward < begun, "the threads of backward run, too"
+    assert awaited == (begun if cuda_graphs else forward)
+    assert (begun - forward) & set().union(*(needed for _, needed, _ in waits[1:])), "for which backward waits"
 
 
 def test_symbols_become_numbers(started, device):
@@ -127,7 +134,8 @@ def test_symbols_become_numbers(started, device):
 
 def test_a_symbol_by_itself_becomes_zero(started, device):
     x = torch.empty(ROWS, 64, device=device)
-    compile_ahead.compile_ahead("quantize", (x, "", None, None, None, ShapeEnv().create_unbacked_symint()))
+    symbol = ShapeEnv().create_unbacked_symint()
+    compile_ahead.compile_ahead("quantize", (x, "", None, None, None, symbol), is_lowered=True)
     compile_ahead.wait_for_kernels()
     ((_, args, _),) = started
     assert args[1:] == ("", None, None, None, 0)
@@ -158,7 +166,7 @@ def test_graphs_launch_what_threads_compiled(recipe, monkeypatch):
         compiled.append((src.name, threading.current_thread() is threading.main_thread()))
 
     monkeypatch.setattr(triton.knobs.compilation, "listener", listener)
-    monkeypatch.setattr(compile_ahead, "_seen", set())
+    monkeypatch.setattr(compile_ahead, "_started", {})
     for kernel in casting:
         kernel.device_caches.clear()
     kernel_casts._CASTS.clear()

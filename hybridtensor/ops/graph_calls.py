@@ -12,7 +12,7 @@ from hybridtensor.ops.library import implementation
 
 def call_of(name: str, device_type: str) -> Callable[..., object]:
     """Return the callable that one place in a graph uses for the operator ``name`` on ``device_type``."""
-    # The graph's code is loaded here: before it runs, and before a CUDA graph is captured, no thread launches anything.
+    # The graph's code is loaded here, before it runs.
     wait_for_kernels()
     if name == "quantize":
         return CastInGraph()

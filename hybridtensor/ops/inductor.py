@@ -140,6 +140,8 @@ def _lower_together(
         return made[node]
     nodes = [] if V.graph.cpp_wrapper else _alike(node)
     if len(nodes) < 2:
+        given = _by_position(operator, node.args, node.kwargs)
+        compile_ahead(operator._opname, given, is_lowered=True)
         return _lower(operator, *args, **kwargs)
     calls = [call for call in map(_call_of, nodes) if call is not None]
     # Its place in the schema of ``quantize``; ``measure`` has none.
@@ -152,7 +154,8 @@ def _lower_together(
 
 
 def _measure_together(calls: list[_WeightCall], after: object) -> list[object]:
-    compile_ahead(MEASURE_ALL._opname, ([call.x for call in calls], calls[0].request))
+    given = [call.x for call in calls], calls[0].request
+    compile_ahead(MEASURE_ALL._opname, given, is_lowered=True)
     made: list[object] = _lower(MEASURE_ALL, [_value(call.x) for call in calls], calls[0].request)
     return made
 
@@ -165,7 +168,7 @@ def _quantize_together(calls: list[_WeightCall], after: object) -> list[object]:
     lists = [[_value(node) for node in each] for each in nodes]
     xs, first = [_value(call.x) for call in calls], calls[0]
     given = [call.x for call in calls], first.request, *nodes, None, first.notes
-    compile_ahead(QUANTIZE_ALL._opname, given)
+    compile_ahead(QUANTIZE_ALL._opname, given, is_lowered=True)
     made: list[object] = _lower(QUANTIZE_ALL, xs, first.request, *lists, after, first.notes)
     return made
 

@@ -4,15 +4,17 @@ Triton compiles a kernel when it is launched first, one after the other, and bui
 0.4 s for casts to FP8, up to 4 s where values are rotated and rounded at random. Most of it runs outside of Python's
 lock. Each cast that Inductor's graph will have therefore runs once in a thread, on a small matrix of zeros: Triton then
 has the kernels that the graph launches. A thread that fails changes nothing: the graph's launch compiles, and raises.
+The code of a graph waits for its own kernels only: forward runs while those of backward are compiled.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._inductor import config
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import PyTree
 
@@ -23,7 +25,8 @@ _THREADS = 8
 _MOST_SEEN = 4096
 
 _executor: ThreadPoolExecutor | None = None
-_seen: set[object] = set()  # equal blocks of a model have equal casts
+_started: dict[object, Future[None]] = {}  # equal blocks of a model have equal casts
+_needed: set[Future[None]] = set()  # of the graph that is lowered now
 
 
 class _Zeros(NamedTuple):
@@ -34,12 +37,13 @@ class _Zeros(NamedTuple):
     device: torch.device
 
 
-def compile_ahead(name: str, args: PyTree) -> None:
-    """Start to compile the kernels that a call of an operator launches.
+def compile_ahead(name: str, args: PyTree, *, is_lowered: bool = False) -> None:
+    """Start to compile the kernels that a call of an operator launches, unless that was started.
 
     Args:
         name: One of ``quantize``, ``measure``, ``quantize_all`` and ``measure_all``.
         args: The operator's arguments by position: traced tensors, or nodes of a graph.
+        is_lowered: The next code of a graph calls it, and ``wait_for_kernels`` waits for it.
     """
     values = torch.fx.node.map_arg(tuple(args), lambda node: node.meta["val"])
     tensors = [value for value in pytree.tree_leaves(values) if isinstance(value, Tensor)]
@@ -47,21 +51,24 @@ def compile_ahead(name: str, args: PyTree) -> None:
         return
     few = pytree.tree_map(_few, values)
     key = name, str(few)
-    if key in _seen:
-        return
-    if len(_seen) >= _MOST_SEEN:
-        _seen.clear()
-    _seen.add(key)
-    global _executor
-    if _executor is None:
-        _executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="hybridtensor-compile")
-    _executor.submit(_run, name, few, tensors[0].device)
+    if key not in _started:
+        if len(_started) >= _MOST_SEEN:
+            _started.clear()
+        global _executor
+        if _executor is None:
+            _executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="hybridtensor-compile")
+        _started[key] = _executor.submit(_run, name, few, tensors[0].device)
+    if is_lowered:
+        _needed.add(_started[key])
 
 
 def wait_for_kernels() -> None:
-    """Wait until all kernels that were started are compiled."""
+    """Wait until the kernels of calls that were lowered are compiled; if CUDA graphs are captured, all kernels."""
     global _executor
-    if _executor is not None:
+    # During the capture of a graph no thread may allocate memory or load a kernel.
+    wait(_started.values() if config.triton.cudagraphs else _needed)
+    _needed.clear()
+    if _executor is not None and all(future.done() for future in _started.values()):
         _executor.shutdown()
         _executor = None
 
