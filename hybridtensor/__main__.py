@@ -22,24 +22,10 @@ _COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command, and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="hybridtensor",
-        description="Low-precision training in PyTorch: what recipes do, and what to do with checkpoints.",
-    )
-    parser.add_argument("--version", action="version", version=f"hybridtensor {__version__}")
-    parsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     arguments = sys.argv[1:] if arguments is None else arguments
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
-    for name, words in _COMMANDS.items():
-        command = parsers.add_parser(
-            name, help=words, description=f"{words[0].upper()}{words[1:]}."
-        )
-        if name == chosen:  # the others' modules import much that this one does not use
-            module = importlib.import_module(f"hybridtensor.commands.{name}")
-            module.add(command)
-            command.set_defaults(run=module.run)
-    given = parser.parse_args(arguments)
     try:
+        given = _parser(chosen).parse_args(arguments)
         code = int(given.run(given))
         sys.stdout.flush()
         return code
@@ -47,8 +33,26 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-        print(visible(f"hybridtensor {given.command}: {error}"), file=sys.stderr)
+        print(visible(f"hybridtensor {chosen}: {error}"), file=sys.stderr)
         return 1
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    """Return the parser of all commands, with the arguments of the chosen one: its module alone is imported."""
+    parser = argparse.ArgumentParser(
+        prog="hybridtensor",
+        description="Low-precision training in PyTorch: what recipes do, and what to do with checkpoints.",
+    )
+    parser.add_argument("--version", action="version", version=f"hybridtensor {__version__}")
+    parsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, words in _COMMANDS.items():
+        description = f"{words[0].upper()}{words[1:]}."
+        command = parsers.add_parser(name, help=words, description=description)
+        if name == chosen:
+            module = importlib.import_module(f"hybridtensor.commands.{name}")
+            module.add(command)
+            command.set_defaults(run=module.run)
+    return parser
 
 
 if __name__ == "__main__":

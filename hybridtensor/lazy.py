@@ -9,11 +9,12 @@ would be multiplied in high precision.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -70,8 +71,12 @@ def load() -> ModuleType:
         public = importlib.import_module(f"{PACKAGE}.public")
     except BaseException:
         _finder.is_loading = False
+        setattr(torch.ops, PACKAGE, _Operators(PACKAGE))
         raise
-    vars(sys.modules[PACKAGE]).update({name: getattr(public, name) for name in public.__all__})
+    own = vars(sys.modules[PACKAGE])
+    # A name that a user has set stays; a submodule that the import system bound, such as ``check``, is replaced.
+    free = [name for name in public.__all__ if isinstance(own.get(name, public), ModuleType)]
+    own.update({name: getattr(public, name) for name in free})
     _finder.is_loaded = True
     return public
 
@@ -94,12 +99,19 @@ class Package(ModuleType):
         if not isinstance(value, ModuleType) or isinstance(vars(self).get(name, value), ModuleType):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # pickle cannot, and cloudpickle knows modules by their exact type.
+        return importlib.import_module, (PACKAGE,)
+
     def __dir__(self) -> list[str]:
         return sorted(load().__all__)
 
 
-class _Finder(MetaPathFinder, Loader):
-    """Imports the whole package before any one of its modules, and adds the package to torchao's list of configs."""
+class _Finder(MetaPathFinder):
+    """Finds modules of the package, after importing all of it, and torchao's module of configs.
+
+    Another thread's modules are found one by one while the package is imported: it holds locks that this import needs.
+    """
 
     is_loading = is_loaded = False
 
@@ -107,40 +119,76 @@ class _Finder(MetaPathFinder, Loader):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name == _CONFIGS:
-            return self._find_configs(path)
-        package, _, module = name.partition(".")
-        if package != PACKAGE or self.is_loading or module.partition(".")[0] in LIGHT:
+            spec = self._found_by_others(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _ConfigsLoader(spec.loader)
+            return spec
+        if not self._is_deferred(name):
             return None
         load()
-        if name not in sys.modules:
+        imported = sys.modules.get(name)
+        if imported is None:
             return None
         # The import system goes on with the spec of what is in ``sys.modules``, and would execute the module once more.
-        imported = sys.modules[name]
-        spec = copy.copy(imported.__spec__)
-        if spec is not None:
-            spec.loader, spec.loader_state = self, imported.__spec__
-            imported.__spec__ = spec
+        spec = ModuleSpec(name, None) if imported.__spec__ is None else copy.copy(imported.__spec__)
+        spec.loader = _ModuleLoader(spec.loader)
+        imported.__spec__ = spec
         return spec
 
-    def _find_configs(self, path: Sequence[str] | None) -> ModuleSpec | None:
-        """Find torchao's module of configs, to be executed by this loader."""
-        spec = PathFinder.find_spec(_CONFIGS, path)
-        if spec is not None and spec.loader is not None:
-            spec.loader_state, spec.loader = spec.loader, self
-        return spec
+    def _is_deferred(self, name: str) -> bool:
+        """Return whether a module is imported with the whole package."""
+        package, _, module = name.partition(".")
+        return package == PACKAGE and not self.is_loading and module.partition(".")[0] not in LIGHT
+
+    def _found_by_others(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        """Return the spec that later finders have."""
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                return spec
+        return None
+
+
+class _Loader(Loader):
+    """Does what another loader does, which the imported module then has as its own."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)  # such as ``get_code``, which runpy calls
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None if spec.name == _CONFIGS else sys.modules[spec.name]
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
-        spec = module.__spec__
-        if spec is None:
-            raise ImportError(f"{module.__name__}: a module with a spec is required")
-        if spec.name != _CONFIGS:  # was executed by ``load``, with the spec that it keeps
-            module.__spec__ = spec.loader_state
-            return
-        spec.loader = module.__loader__ = spec.loader_state
-        spec.loader.exec_module(module)
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._execute(module)
+
+    def _execute(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+
+
+class _ModuleLoader(_Loader):
+    """Hands out a module that was executed with the whole package."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return sys.modules[spec.name]
+
+    def _execute(self, module: ModuleType) -> None:
+        pass
+
+
+class _ConfigsLoader(_Loader):
+    """Adds the package to torchao's list of configs."""
+
+    def _execute(self, module: ModuleType) -> None:
+        super()._execute(module)
         allow_config()
 
 
@@ -156,13 +204,14 @@ def allow_config() -> None:
 class _Allowed(tuple[Any, str]):
     """A module and a name in it, which torch unpacks as a pair of object and full name when it reads a file."""
 
-    __slots__ = ()
-
     def __iter__(self) -> Iterator[object]:
+        yield self._found
+        yield f"{self[0]}.{self[1]}"
+
+    @functools.cached_property
+    def _found(self) -> object:
         load()
-        module, name = self[0], self[1]
-        yield getattr(importlib.import_module(module), name)
-        yield f"{module}.{name}"
+        return getattr(importlib.import_module(self[0]), self[1])
 
 
 class _Operators(type(torch.ops.aten)):  # type: ignore[misc]
@@ -177,6 +226,8 @@ class _Operators(type(torch.ops.aten)):  # type: ignore[misc]
 
 def install() -> None:
     """Have the package imported at its first use, once ``hybridtensor`` itself is in ``sys.modules``."""
+    if _finder in sys.meta_path:
+        return  # ``importlib.reload``
     sys.modules[PACKAGE].__class__ = Package
     sys.meta_path.insert(0, _finder)
     allow_config()

@@ -58,9 +58,7 @@ def files(tmp_path):
 
 FIRST_USES = {
     "an attribute": "assert callable(ht.check)",
-    "names by import": "from hybridtensor import quantize_, HybridConfig",
-    "all names": "from hybridtensor import *; quantize_",
-    "the list of names": "assert dir(ht) == sorted(ht.__all__)",
+    "all names": "from hybridtensor import *; quantize_; assert dir(ht) == sorted(ht.__all__)",
     "a module": "import hybridtensor.subclasses.master_tensor",
     "a module named like a function": "from hybridtensor.check import check; assert ht.check is check",
     "a module and its spec": """
@@ -72,6 +70,28 @@ assert importlib.resources.files("hybridtensor.watching").joinpath("report.html"
     "a file of a recipe": "assert type(torch.load('recipe.pt', weights_only=True)) is ht.HybridConfig",
     "a pickled module": "torch.load('module.pt', weights_only=False)",
     "a former module": "import pickle; assert pickle.load(open('former.pkl', 'rb')).__name__ == 'HighPrecisionValues'",
+    "a former module without a package": """
+import pickle
+assert pickle.loads(b"chybridtensor.config\\nHybridConfig\\n.") is ht.HybridConfig
+""",
+    "a module's spec": """
+import importlib.util, pkgutil
+spec = importlib.util.find_spec("hybridtensor.watching")
+assert spec.loader.get_code("hybridtensor.watching") is not None
+assert pkgutil.get_data("hybridtensor.watching", "report.html")
+""",
+    "a module run as a program": "import runpy; assert runpy.run_module('hybridtensor.formats')['get_format']",
+    "a module that the package does not import": """
+import hybridtensor.testing
+assert hybridtensor.testing.__spec__.loader is hybridtensor.testing.__loader__
+assert type(hybridtensor.testing.__loader__).__name__ == "SourceFileLoader"
+""",
+    "a reload": """
+import importlib
+assert callable(importlib.reload(ht).quantize_) and importlib.reload(ht) is ht
+assert not hasattr(torch.ops.hybridtensor, "no_operator")
+""",
+    "an attribute that is set": "ht.check = 1; ht.quantize_; assert ht.check == 1; assert callable(ht.explain)",
     "an exported program": """
 import warnings
 warnings.simplefilter("ignore")  # torch 2.11 warns of its own buffers
@@ -103,6 +123,22 @@ OTHER_USES = {
 import inspect
 assert not hasattr(ht, "__wrapped__")
 inspect.getmodule(ht); ht.__version__{LIGHT}""",
+    "a pickle of the module": f"import pickle; assert pickle.loads(pickle.dumps(ht)) is ht{LIGHT}",
+    "the spec of torchao's configs": """
+import importlib.util
+assert importlib.util.find_spec("torchao.core.config").loader.get_code("torchao.core.config") is not None
+""",
+    "torchao found by another finder": """
+import importlib.machinery, importlib.util
+class Finder:
+    names = []
+    def find_spec(self, name, path=None, target=None):
+        self.names.append(name)
+        return importlib.machinery.PathFinder.find_spec(name, path)
+sys.meta_path.insert(1, Finder())
+importlib.util.find_spec("torchao.core.config")
+assert "torchao.core.config" in Finder.names
+""",
     "recipes": f"{COMMAND}assert main(['recipes']) == 0{LIGHT}",
     "recipes as data": f"{COMMAND}assert main(['recipes', '--json']) == 0{LIGHT}",
     "verify a folder that is not there": f"{COMMAND}assert main(['verify', 'nowhere']) == 2{LIGHT}",
@@ -162,13 +198,15 @@ class Block:
         if name == "torchao":
             raise ImportError("no torchao")
 sys.meta_path.insert(0, Block())
-for _ in range(2):
+for name in ("quantize_", "check"):
     try:
-        ht.quantize_
+        getattr(ht, name)
     except ImportError as error:
         assert "no torchao" in str(error)
     else:
         raise SystemExit("imported")
+from hybridtensor.__main__ import main
+assert main(["doctor"]) == 1
 del sys.meta_path[0]
 {END}
 print("done")""")
