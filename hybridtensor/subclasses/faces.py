@@ -74,6 +74,8 @@ def face_tensor(
     if face.scale is None:
         return IdentityTensor(face.qdata.view(shape))
     if face.dequantized_rowwise is None:
-        return QuantizedTensor(face, axis, dtype, shape)
+        # Constructed once more: Dynamo of torch 2.11 passes on a named tuple only if it saw the call that made it, and
+        # ``Face.of`` goes past that.
+        return QuantizedTensor(Face(*face), axis, dtype, shape)
     rowwise = Face(face.qdata, face.scale, face.tensor_scale, face.format)
     return IdentityTensor(QuantizedTensor(rowwise, -1, face.dequantized_rowwise, shape))
