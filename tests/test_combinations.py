@@ -10,7 +10,7 @@ import programs
 import pytest
 import torch
 from programs import RECIPES, WIDTH, Attention, Block, Mlp, Routed, Stack
-from tiers import by_group
+from tiers import by_group, few
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
@@ -82,7 +82,11 @@ def wide():
 
 @pytest.mark.parametrize(
     ("compiled", "checkpointed", "offloaded"),
-    [(True, None, "offload_activations"), (True, True, None), (False, False, "save_on_cpu")],  # each takes its time
+    [  # each takes its time
+        (True, True, "offload_activations"),
+        (False, False, "save_on_cpu"),
+        *few([(True, None, "offload_activations"), (True, True, None)], 0),
+    ],
 )
 def test_signs_of_each_step_together(compiled, checkpointed, offloaded, device, monkeypatch):
     """Without autocast, under which such experts do not run."""

@@ -112,14 +112,19 @@ def one_rank_mesh(device, shape, mesh_dim_names):
     return init_device_mesh("cpu", (1,) * len(shape), mesh_dim_names=mesh_dim_names)
 
 
-def common():
-    """Return what an example takes for granted: modules, a model after ``quantize_``, what trains it, data."""
+def common(saved):
+    """Return what an example takes for granted: modules, a model after ``quantize_``, what trains it, data.
+
+    Args:
+        saved: Whether its training was saved.
+    """
     model = ht.quantize_(Blocks(), "fp8")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.randn(64, 64)
     for step in range(2):
         model(x).mean().backward()
-        checkpoint.save("runs/a", step, {"model": model, "optimizer": optimizer})
+        if saved:
+            checkpoint.save("runs/a", step, {"model": model, "optimizer": optimizer})
     optimizer.zero_grad()
     modules = {"ht": ht, "torch": torch, "nn": nn, "dist": dist, "dcp": dcp, "json": json, "dataclasses": dataclasses}
     torch_s = {"fully_shard": fully_shard, "parallelize_module": parallelize_module, "Shard": Shard}
@@ -233,10 +238,10 @@ OWN = {
 """What examples of a name, or of a module, have beside or in place of what is common."""
 
 
-def scope_of(name):
+def scope_of(name, text):
     """Return the names that the examples of a docstring have."""
     own = OWN.get(name) or OWN.get(name.partition(".")[0], dict)
-    return common() | own()
+    return common("runs/a" in text) | own()
 
 
 @pytest.fixture
@@ -272,7 +277,7 @@ def as_statement(code):
 def test_examples_run(name):
     torch.manual_seed(0)
     text = importlib.import_module(name).__doc__ if name in MODULES else docstring(name)
-    scope = scope_of(name)
+    scope = scope_of(name, text)
     for code in examples(text):
         exec(as_statement(code), scope)
 

@@ -128,15 +128,22 @@ def test_no_name_of_a_module_is_unused():
     trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
     tests = {path: ast.parse(path.read_text()) for path in Path(__file__).parent.rglob("*.py")}
     elsewhere, unused = set(), []
-    for tree in (*trees.values(), *tests.values()):
+    read = {}
+    for path, tree in (*trees.items(), *tests.items()):
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
                 elsewhere |= {alias.name for alias in node.names}
             elif isinstance(node, ast.Attribute):
                 elsewhere.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                read.setdefault(path, set()).add(node.id)
     for path, tree in trees.items():
-        known = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-        known |= {e.value for node in tree.body if assigned(node) == ["__all__"] for e in node.value.elts} | elsewhere
+        known = read.get(path, set())
+        known = (
+            known
+            | {e.value for node in tree.body if assigned(node) == ["__all__"] for e in node.value.elts}
+            | elsewhere
+        )
         names = [name for node in tree.body for name in assigned(node) if name not in known]
         unused += [f"{path.relative_to(PACKAGE)}: {name}" for name in names if not name.startswith("__")]
     assert not [place for place in unused if not place.startswith(BY_NAME) and place not in OTHERWISE]

@@ -145,7 +145,8 @@ def test_each_face_alone_and_both(cast, dtype, run, device):
 def test_errors_are_added_up_in_order(name, rule, run, device):
     """Where two scales are as good as each other, the order of a sum's terms decides."""
     cast = cast_of(name, rule=rule)
-    x = nearly_tied(128, 128, cast.format.block[0]).to(device)
+    side = 128 if tiers.LONG or run is not interpreted else 64
+    x = nearly_tied(side, side, cast.format.block[0]).to(device)
     check(run, x, row=cast, column=cast.for_columnwise())
     check(run, x.t(), row=cast, column=cast.for_columnwise())
 
