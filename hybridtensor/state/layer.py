@@ -317,8 +317,8 @@ class LayerState(StateModule):
             if not amax.is_meta:
                 self._record.total.copy_(amax)
 
-    def move_others(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """See ``StateModule.move_others``: moves the record of amaxes."""
+    def _move_others(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """See ``StateModule._move_others``: moves the record of amaxes."""
         if self.amax is not None:
             # ``fn`` shows where it moves by what it returns only.
             device = fn(torch.empty_like(self.amax)).device

@@ -19,7 +19,7 @@ class StateModule(nn.Module):
             f"{type(self).__name__}: reset_parameters() is missing; define it"
         )
 
-    def move_others(self, fn: Callable[[Tensor], Tensor]) -> None:
+    def _move_others(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Move what is no buffer to where ``fn`` moves tensors; nothing by default."""
 
     def materialize_(self, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class StateModule(nn.Module):
             if buffer is not None and moved is not None and moved.dtype != buffer.dtype:
                 # The buffer before the cast, whose bits the cast dropped.
                 self._buffers[name] = buffer.to(moved.device)
-        self.move_others(fn)
+        self._move_others(fn)
         if was_meta and not self._is_meta:
             # Memory that replaces the meta device holds nothing yet.
             self.reset_parameters()
