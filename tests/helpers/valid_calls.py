@@ -248,7 +248,7 @@ ROWS = {
     ),
     "advise": row(
         lambda model, batches, **options: ht.advise(model, batches, **options),
-        {"budget": "integer fraction"}, ("batches",),
+        {"budget": "integer fraction", "hardware": "None" if torch.cuda.is_available() else ""}, ("batches",),
         model=lambda: nn.Linear(32, 32), batches=lambda: [torch.ones(4, 32)], formats=("bf16", "fp8"), budget="fp8",
         hardware="b200", loss=lambda: _total,
     ),
