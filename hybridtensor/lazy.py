@@ -2,8 +2,8 @@
 
 Until then stand-ins take its place: for the attributes of the package, for its modules, for the names that
 ``torch.load(weights_only=True)`` allows, and for the operators of ``torch.ops``. Each imports the whole package at its
-first use. Nothing of it ever runs without the rest: a weight's class alone, without the functions that it intercepts,
-would be multiplied in high precision.
+first use. Modules are not imported one by one, because some register what others need: without ``linear/``, which
+intercepts ``F.linear``, every product of a weight raises.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIGHT = (
     "arguments",
     "commands",
     "lazy",
-    "named_recipes",
+    "recipe_table",
     "printed",
     "untrusted",
     "verify",
@@ -63,10 +63,11 @@ def load() -> ModuleType:
     """Import the whole package and set its public names, once; return the module that has them."""
     if _finder.is_loaded:
         return sys.modules[f"{PACKAGE}.public"]
-    _finder.is_loading = True
     # From here on torch's own namespace, which it makes when it is next asked for one, in place of ``_Operators``.
+    # Before the flag: from then on modules that another thread imports define operators in it.
     if isinstance(vars(torch.ops).get(PACKAGE), _Operators):
-        delattr(torch.ops, PACKAGE)
+        vars(torch.ops).pop(PACKAGE, None)
+    _finder.is_loading = True
     try:
         public = importlib.import_module(f"{PACKAGE}.public")
     except BaseException:

@@ -15,7 +15,7 @@ MODULES = sorted(p.relative_to(PACKAGE.parent).with_suffix("") for p in PACKAGE.
 
 # Each layer may import those before it; a folder is one layer with an order of its own below.
 LAYERS = [
-    "lazy", "version", "graph_caches", "arguments", "printed", "named_recipes", "untrusted", "dtensor", "ranks",
+    "lazy", "version", "graph_caches", "arguments", "printed", "recipe_table", "untrusted", "dtensor", "ranks",
     "format_record", "formats", "kernels", "ops", "debug", "state", "quantizers",
     "torchao_compat", "recipes", "costs", "subclasses", "linear", "activations", "masters", "optim", "offload",
     "distributed", "layers", "selection", "swap", "state_dicts", "common_scales", "fitting", "undo", "convert", "plain",

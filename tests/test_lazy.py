@@ -23,7 +23,7 @@ import hybridtensor as ht
 heavy = [name for name in {HEAVY!r} if name in sys.modules]
 assert not heavy, heavy
 """
-# A weight's class without the functions that it intercepts would be multiplied in high precision.
+# Everything is registered: the layer is converted, and its products are quantized.
 END = """
 from hybridtensor.recipes.config import HybridConfig
 layer = ht.quantize_(torch.nn.Linear(16, 16), "fp8")

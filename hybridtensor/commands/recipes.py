@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hybridtensor.commands.common import add_json, print_json
-from hybridtensor.named_recipes import TABLE
+from hybridtensor.recipe_table import TABLE
 
 FORMATS = {
     "bf16": "no quantization",

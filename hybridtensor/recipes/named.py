@@ -39,8 +39,8 @@ import dataclasses
 from collections.abc import Callable
 
 from hybridtensor.arguments import nearest, require_text
-from hybridtensor.named_recipes import TABLE
 from hybridtensor.quantizers import DelayedFloat8Quantizer, Float8Quantizer, Quantizer
+from hybridtensor.recipe_table import TABLE
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import Faces
 from hybridtensor.recipes.words import RecipeName
