@@ -24,12 +24,10 @@ from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.selection import coverage, is_left_alone
 from hybridtensor.state.recording import without_recording
 from hybridtensor.state.training import layer_states
-from hybridtensor.subclasses.observing import observers
+from hybridtensor.subclasses.observing import NO_VALUES, observers
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
-
-_NO_VALUES = ("_like.", "is_pinned", "is_same_size")  # operators that look at shapes only
 
 
 class _Recorder:
@@ -66,7 +64,7 @@ class _Recorder:
             self.operations += 2 * rows * columns * extent
 
     def note_read(self, layer: object, reader: str) -> None:
-        if not any(name in reader for name in _NO_VALUES):
+        if not any(name in reader for name in NO_VALUES):
             self.reads[id(layer), reader, self.inside[-1] if self.inside else ""] += 1
 
     def enter(self, module: nn.Module, args: object) -> None:

@@ -199,11 +199,15 @@ def _forward(
         x = input_operand(input, call.cast_from, weight, call.config, needs, call.context)
     w = weight_operand(weight, needs, dtype, call.context, call.of_weight)
     left, right = x.rowwise(), w.rowwise()
+    layer = weight.record.layer
+    if isinstance(layer, LayerState):
+        # Module.__setattr__ would look through parameters first
+        layer.__dict__["multiplied"] = True
     if observers:
         key = x if any(needs) else None
-        note_operand(weight.record.layer, "input", input, key)
-        note_operand(weight.record.layer, "weight", weight, key)
-        note_product(weight.record.layer, "output", left, right, dtype)
+        note_operand(layer, "input", input, key)
+        note_operand(layer, "weight", weight, key)
+        note_product(layer, "output", left, right, dtype)
     if left.format.is_identity and right.format.is_identity and left.groups is None:
         return _plain_linear(_values(input, dtype), right.qdata, bias, needs), x, w
     out = output(left, right, bias, dtype, call.context.direct)

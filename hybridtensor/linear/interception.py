@@ -84,7 +84,6 @@ class _Values(Function):
 
     @staticmethod
     def forward(ctx: object, weight: Weight) -> Tensor:
-        note_read(weight, "a product of two weights")
         return weight.dequantize().detach()
 
     @staticmethod
@@ -146,6 +145,8 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         return default(func, args, kwargs)
     _require_only_operands("matmul", others)
     if is_weight(left) and is_weight(right):
+        for weight in (left, right):
+            note_read(weight, "a product of two weights")
         return torch.matmul(_Values.apply(left), _Values.apply(right))
     if is_weight(right):
         return _times(left, right.transpose(-2, -1))

@@ -1,4 +1,6 @@
-"""Warn of a layer whose forward reads its weight and never multiplies by it: it runs unquantized."""
+"""Warn of a layer whose weight is read, by its own forward or by another module's, and never multiplied: it runs
+unquantized.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,19 @@ import warnings
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from hybridtensor.dtensor import local
+from hybridtensor.linear.operands import WEIGHTS
 from hybridtensor.ops import Face
 from hybridtensor.state import LayerState
-from hybridtensor.subclasses.observing import observers
+from hybridtensor.state.training import of_every_model
+from hybridtensor.subclasses.observing import observers, unmultiplied
+
+_ADVICE = (
+    "multiply by the weight itself (F.linear(x, {weight})), compute the weight in a parametrization, or leave the "
+    "layer out of quantize_ (keep_bf16)"
+)
 
 
 class Uses:
@@ -24,12 +35,12 @@ class Uses:
 
     def __exit__(self, kind: object, *error: object) -> None:
         observers.remove(self)
+        unmultiplied.pop(self._state, None)
         if kind is None and self._readers and not self._multiplied:
             warnings.warn(
                 f"layer {self._state.name or '<root>'} ({type(self._layer).__name__}) runs unquantized: its forward "
                 f"reads the weight ({', '.join(dict.fromkeys(self._readers))}) and multiplies by the result, which is "
-                "a plain tensor; multiply by the weight itself (F.linear(x, self.weight)), compute the weight in a "
-                "parametrization, or leave the layer out of quantize_ (keep_bf16)",
+                f"a plain tensor; {_ADVICE.format(weight='self.weight')}",
                 stacklevel=6,  # past the layer's call
             )
 
@@ -44,3 +55,27 @@ class Uses:
     def note_read(self, layer: object, reader: str) -> None:
         if layer is self._state:
             self._readers.append(reader)
+
+
+def _warn_of_unmultiplied(model: nn.Module, optimizer: Optimizer) -> None:
+    """Warn of layers whose weight others read and no product multiplied, once per layer; see
+    ``state.training.Follower``."""
+    if not unmultiplied:
+        return
+    weights = (local(parameter) for parameter in model.parameters())
+    states = {weight.record.layer for weight in weights if isinstance(weight, WEIGHTS)}
+    for state, reader in list(unmultiplied.items()):
+        if state not in states:
+            continue
+        del unmultiplied[state]
+        if not state.multiplied:
+            state.multiplied = True  # once per layer
+            warnings.warn(
+                f"layer {state.name or '<root>'}: its weight was read as values ({reader}) in a training step, and no "
+                "product of the layer ran; a product of such values, which are a plain tensor, is not quantized; "
+                + _ADVICE.format(weight="layer.weight"),
+                stacklevel=2,
+            )
+
+
+of_every_model.append(_warn_of_unmultiplied)

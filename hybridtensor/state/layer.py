@@ -49,6 +49,7 @@ class LayerState(StateModule):
         recording: Whether amaxes are recorded; see ``without_recording``.
         unrecorded: Whether a backward ran since the last step and recorded nothing.
         recorded: Whether a backward ran since the last step and recorded its amaxes.
+        multiplied: Whether a product of the layer ran, or may have run in a compiled graph.
         parent: Name of the module whose forward calls the layer, or None if that is not known.
         transposed: Whether the weight is stored ``[in, out]``, or a stack of experts' ``[E, in, out]``; None of one
             of ``nn.Linear``.
@@ -77,7 +78,7 @@ class LayerState(StateModule):
         self.rules: tuple[DelayedRule, ...] = ()
         self._record: AmaxRecord | None = None
         self.recording = True
-        self.unrecorded = self.recorded = False
+        self.unrecorded = self.recorded = self.multiplied = False
         self.common: CommonAmax | None = None
         self.ranks = ALL_RANKS
         self.version = 0
@@ -336,7 +337,8 @@ class LayerState(StateModule):
         buffers = {FORMER_NAMES.get(name, name): b for name, b in state["_buffers"].items()}
         state.pop("group", None)  # of former versions
         amax = state.pop("amax")
-        since = {"recording": True, "recorded": False, "unrecorded": False, "common": None}
+        since = {"recording": True, "common": None}
+        since |= dict.fromkeys(("recorded", "unrecorded", "multiplied"), False)
         own = {"hints": {}, "ranks": ALL_RANKS} | since | state | {"_buffers": buffers}
         super().__setstate__(own)  # type: ignore[no-untyped-call]
         self._lineage = Lineage()

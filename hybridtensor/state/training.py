@@ -20,6 +20,8 @@ from hybridtensor.state.layer import LayerState
 
 Follower = Callable[[nn.Module, Optimizer], None]
 """Is called when an optimizer ended a step of a model."""
+of_every_model: list[Follower] = []
+"""Followers of each model whose training begins."""
 Group = dist.ProcessGroup | None
 
 
@@ -28,7 +30,7 @@ class Training:
 
     def __init__(self) -> None:
         self.steps = self.ended = 0
-        self.followers: list[Follower] = []
+        self.followers = list(of_every_model)
         self.is_compared = False
         self.scales: dict[Group, list[tuple[str, int]]] = {}
         self.places: tuple[Tensor, torch.cuda.Event] | None = None

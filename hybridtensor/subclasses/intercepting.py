@@ -146,9 +146,11 @@ class InterceptingTensor(WrapperTensor):
     def carried(self) -> tuple[list[str], Metadata | None]:
         """See ``WrapperTensor.carried``: tensors of the layer's state, without its name, so that equal layers share
         graphs."""
-        state = self.state
+        layer, state = self.record.layer, self.state
         if state is None:
             return [], None
+        if isinstance(layer, LayerState):
+            layer.multiplied = True  # of what graphs do with it, nothing tells
         tensors = (state.rounding, state.encode_scale, self.state_amax_address, state.common_amax)
         # AOTAutograd reads these names as attributes, and knows no None: hence the properties below, and names of
         # those that are there only.

@@ -5,16 +5,17 @@ the steps that ``hybridtensor.watch`` samples.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridtensor.ops import Face, select_backend
 from hybridtensor.ops.reencoding import reencodes
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS
-from hybridtensor.state import Context
+from hybridtensor.state import Context, LayerState
 
 
 class Observer(Protocol):
@@ -35,6 +36,13 @@ class Observer(Protocol):
 
 observers: list[Observer] = []
 """The observers; empty in most programs, which costs one look."""
+
+unmultiplied: weakref.WeakKeyDictionary[LayerState, str] = weakref.WeakKeyDictionary()
+"""Operator that read a weight in a training step, by the state of a layer no product of which ran until then."""
+
+NO_VALUES = ("_like.", "is_pinned", "is_same_size")
+"""Parts of the names of operators that look at shapes only."""
+_NO_PRODUCTS = (*NO_VALUES, "embedding")
 
 
 def for_products(context: Context, dtype: torch.dtype, *, row: bool, column: bool) -> Context:
@@ -86,6 +94,16 @@ def note_product(layer: object, gemm: str, left: Face, right: Face, dtype: torch
 
 
 def note_read(weight: Any, reader: object) -> None:
-    """Tell every observer which operator read a weight in high precision."""
+    """Record which operator read a weight in high precision, and pass it to every observer."""
+    layer = weight.record.layer
     for observer in observers:
-        observer.note_read(weight.record.layer, str(reader))
+        observer.note_read(layer, str(reader))
+    # Optimizers read without gradients, logs and averages a detached alias. The part in a DTensor is neither.
+    if (
+        isinstance(layer, LayerState)
+        and not layer.multiplied
+        and torch.is_grad_enabled()
+        and (weight.requires_grad or isinstance(weight, nn.Parameter) or weight.record.section)
+        and not any(name in str(reader) for name in _NO_PRODUCTS)
+    ):
+        unmultiplied.setdefault(layer, str(reader))

@@ -5,15 +5,18 @@ Each rank has the same batch, so that means over two ranks are exact.
 
 import pytest
 import torch
+import torch.nn.functional as F
 from processes import here
 from sharding import mesh_of
 from tiers import few
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from weight_operations import BATCHES, ENDS, PRODUCTS, WRITES, data, difference, layer, run
 
+from hybridtensor import quantize_
 from hybridtensor.distributed import ExpertParallel
 
 REFUSED = [("[in, out]", True)]  # a shard of a persistent weight would be cut inside of its blocks
@@ -136,3 +139,27 @@ def on_experts(rank, stored, persistent):
 @pytest.mark.parametrize("stored", ["[E, out, in]", "[E, in, out]"])
 def test_products_of_experts_on_ranks(two, stored, persistent):
     two.run(on_experts, stored, persistent)
+
+
+class Parent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.own, self.read = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return F.linear(self.own(x), (self.read.weight * 1.0).full_tensor())
+
+
+def read_by_a_parent(rank):
+    """Values of a part of a weight, which its layer never multiplies."""
+    model = Parent().to(here())
+    parallelize_module(model, init_device_mesh(here(), (2,)), {"read": ColwiseParallel()})
+    quantize_(model, "fp8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model(torch.ones(32, 64, device=here())).sum().backward()
+    with pytest.warns(UserWarning, match=r"layer read: its weight was read as values \(aten\.mul"):
+        optimizer.step()
+
+
+def test_parts_that_are_read_as_values(two):
+    two.run(read_by_a_parent)

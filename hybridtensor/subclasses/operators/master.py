@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hybridtensor.subclasses.master_tensor import MasterWeight, note_writes
-from hybridtensor.subclasses.observing import note_read, observers
+from hybridtensor.subclasses.observing import note_read
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, written_by
 from hybridtensor.subclasses.operators.common import (
     FUNCTIONAL,
@@ -167,9 +167,8 @@ _BY_NUMBER = (aten.index.Tensor, aten.index_select.default)
 
 @table.register(*READS, *FUNCTIONAL)
 def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
-    if observers:
-        for weight in _weights((*args, *kwargs.values())):
-            note_read(weight, func)
+    for weight in _weights((*args, *kwargs.values())):
+        note_read(weight, func)
     if func in _BY_NUMBER and isinstance(args[0], MasterWeight) and args[0].dim() == 3:
         raise NotImplementedError(
             f"MasterWeight: {func} would copy the weights of experts {tuple(args[0].shape)} for each token, as "

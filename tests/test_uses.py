@@ -1,0 +1,132 @@
+"""Layers whose weight others read and no product multiplies: they run unquantized, and are named once."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hybridtensor as ht
+
+X = torch.randn(32, 64)
+
+
+class Parent(nn.Module):
+    """Calls one layer, and uses the weight of another one by ``use``."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.own, self.read, self.use = nn.Linear(64, 64), nn.Linear(64, 64), use
+
+    def forward(self, x):
+        return self.use(self, self.own(x))
+
+
+READERS = {
+    "aten.mul": lambda m, x: F.linear(x, m.read.weight * 1.0),
+    "aten.add": lambda m, x: F.linear(x, m.read.weight + torch.ones(64, 64), m.read.bias),
+    "aten.linalg_vector_norm": lambda m, x: F.linear(x, m.own.weight * m.read.weight.norm()),
+    "aten._foreach_mul": lambda m, x: F.linear(x, torch._foreach_mul([m.read.weight], 2.0)[0]),
+    "a product of two weights": lambda m, x: x @ (m.read.weight @ m.own.weight),
+}
+OTHERS = {
+    "multiplied by its parent": lambda m, x: F.linear(x, m.read.weight) + m.read.weight.norm(),
+    "multiplied without a gradient": lambda m, x: m.read(X) * m.read.weight.norm() * x,
+    "not used": lambda m, x: x,
+    "detached": lambda m, x: x + m.read.weight.detach().norm(),
+    "read without gradients": lambda m, x: x + torch.no_grad()(lambda: m.read.weight.norm())(),
+    "asked for its shape": lambda m, x: x + torch.zeros_like(m.read.weight)[0],
+    "an embedding": lambda m, x: x + F.embedding(torch.tensor([1]), m.read.weight),
+}
+
+
+def train(model, steps=3, call=None):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=1e-2)
+    ht.step_after(optimizer, model)
+    for _ in range(steps):
+        (call or model)(X).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def converted(use, recipe="fp8", frozen=False):
+    model = ht.quantize_(nn.Sequential(Parent(use)), recipe)
+    model[0].read.requires_grad_(not frozen)
+    return model
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    ("reader", "recipe"), list(zip(READERS, ["fp8", "nvfp4", "fp8_delayed", "fp8", "mxfp8"], strict=True))
+)
+def test_a_weight_that_a_parent_reads(reader, recipe, frozen):
+    with pytest.warns(UserWarning, match=r"layer 0\.read: its weight was read as values") as told:
+        train(converted(READERS[reader], recipe, frozen))
+    (one,) = told
+    assert f"({reader}" in str(one.message)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("use", OTHERS)
+def test_nothing_is_said_of_a_weight_that_is(use, frozen):
+    train(converted(OTHERS[use], frozen=frozen))  # warnings are errors here
+
+
+def test_each_model_speaks_of_its_own_layers():
+    model, other = converted(READERS["aten.mul"]), converted(OTHERS["not used"])
+    model(X).sum().backward()
+    train(other)
+    with pytest.warns(UserWarning, match=r"layer 0\.read"):
+        train(model, steps=1)
+
+
+def test_without_step():
+    """A recipe without state needs no ``step_``."""
+    model = converted(READERS["aten.mul"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model(X).sum().backward()
+    with pytest.warns(UserWarning, match=r"layer 0\.read"):
+        optimizer.step()
+
+
+def test_a_copy_of_a_model_is_another_one():
+    model = converted(READERS["aten.mul"])
+    with pytest.warns(UserWarning, match=r"layer 0\.read"):
+        train(model)
+    again = copy.deepcopy(model)
+    train(again)  # it was said of the layers that were copied
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(use_reentrant):
+    model = converted(READERS["aten.mul"])
+    x = X.clone().requires_grad_()
+    with pytest.warns(UserWarning, match=r"layer 0\.read") as told:
+        train(model, call=lambda _: checkpoint(model, x, use_reentrant=use_reentrant))
+    assert len(told) == 1
+
+
+def test_of_compiled_code_nothing_is_known():
+    model = converted(OTHERS["multiplied by its parent"])
+    compiled = torch.compile(lambda x: model[0].own(x) @ model[0].read.weight, backend="aot_eager")
+    train(model, call=lambda x: compiled(x) * model[0].read.weight.norm())
+
+
+class Experts(nn.Module):
+    def __init__(self, use):
+        super().__init__()
+        self.weight, self.use, self.num_experts = nn.Parameter(torch.randn(2, 64, 64) / 8), use, 2
+
+    def forward(self, x):
+        return self.use(self.weight, x)
+
+
+def test_experts_of_which_a_program_takes_one():
+    """A product with ``w[e]`` of a stack is one of its layer; what is computed of ``w[e]`` first is none."""
+    train(ht.quantize_(nn.Sequential(Experts(lambda w, x: F.linear(x, w[0]))), "fp8_rowwise"), steps=1)
+    model = ht.quantize_(nn.Sequential(Experts(lambda w, x: F.linear(x, w[0] * 1.0))), "fp8_rowwise")
+    with pytest.warns(UserWarning, match=r"layer 0\.weight: its weight was read as values \(aten\.mul"):
+        train(model, steps=1)
