@@ -12,6 +12,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import hybridtensor as ht
 from hybridtensor.ops.cast import compile_ahead, lengths
 from hybridtensor.ops.cast import kernel as kernel_casts
+from hybridtensor.ops.cast import multi_tensor as list_casts
+from hybridtensor.ops.launch_tables import LaunchTables
 from hybridtensor.testing import random_tensor
 
 # torch warns of its own settings for a GPU, and of gradients that it looks for itself
@@ -46,6 +48,7 @@ def started(monkeypatch, device):
     made = Started()
     monkeypatch.setattr(compile_ahead, "implementation", made.implementation)
     monkeypatch.setattr(compile_ahead, "_started", {})
+    monkeypatch.setattr(compile_ahead, "_of_weights", set())
     if device == "cpu":
         monkeypatch.setattr(compile_ahead, "_are_on_a_gpu", bool)
         monkeypatch.setattr(torch.cuda, "device", torch.device)
@@ -84,11 +87,33 @@ def test_every_cast_of_a_graph_is_started_with_few_rows(started, device, recipe)
     assert names & {"quantize_all", "measure_all"}, "weights are cast together"
     for name, args, thread in started:
         assert thread is not threading.main_thread()
-        matrices = args[0] if name.endswith("_all") else [args[0]]
+        of_weights = name.endswith("_all")
+        matrices = args[0] if of_weights else [args[0]]
+        assert len(matrices) == 1 + of_weights, "weights by themselves are compiled in vain"
         for matrix in matrices:
             assert type(matrix) is torch.Tensor
-            assert matrix.shape in [(lengths.few_like(ROWS), 64), (64, 64)], "rows of the input, or of a weight"
+            assert matrix.shape == ((64 if of_weights else lengths.few_like(ROWS)), 64)
             assert not matrix.any()
+    if recipe == "nvfp4":  # while the weights are traced, lists of any number
+        assert [name for name, *_ in started].count("measure_all") == 1
+
+
+def test_a_weight_by_itself_is_compiled_when_the_graph_is_lowered(started, device):
+    torch._dynamo.reset()
+    net = ht.quantize_(nn.Linear(64, 64, bias=False).to(device, torch.bfloat16), "fp8")
+    with torch._inductor.config.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
+        torch.compile(lambda x: net(x) * 2)(random_tensor(ROWS, 64, device=device))
+    shapes = [tuple(args[0].shape) for name, args, _ in started if name == "quantize"]
+    assert (64, 64) in shapes
+
+
+def test_lists_of_equal_matrices_start_one_kernel(started, device):
+    a, b, scale = torch.empty(64, 64, device=device), torch.empty(128, 64, device=device), torch.empty(1, device=device)
+    for xs in ([a], [a, a, a], [a, b], [a, b, a]):
+        compile_ahead.compile_ahead("quantize_all", (xs, "", [scale] * len(xs), [], [], []))
+    compile_ahead.wait(compile_ahead._started.values())
+    assert sorted([len(x) for x in args[0]] for _, args, _ in started) == [[64, 64], [64, 128]]
+    assert all(len(args[2]) == 2 for _, args, _ in started)
 
 
 def test_a_thread_that_fails_changes_nothing(started, device):
@@ -157,9 +182,10 @@ def test_graphs_launch_what_threads_compiled(recipe, monkeypatch):
     """Of the kernels that cast, none is compiled in the thread that trains."""
     import triton
 
-    from hybridtensor.kernels import measure, quantize
+    from hybridtensor.kernels import measure, multi_tensor, quantize
 
     casting = [quantize.cast_kernel, measure.measure_kernel, measure.measure_flat_kernel]
+    casting += [multi_tensor.multi_tensor_cast_kernel, multi_tensor.multi_tensor_measure_kernel]
     compiled = []
 
     def listener(*, src, **_):
@@ -170,6 +196,7 @@ def test_graphs_launch_what_threads_compiled(recipe, monkeypatch):
     for kernel in casting:
         kernel.device_caches.clear()
     kernel_casts._CASTS.clear()
+    monkeypatch.setattr(list_casts, "_LISTS", LaunchTables(most=8))
     train("cuda", recipe)
     names = {kernel.__name__ for kernel in casting}
     found = [in_main for name, in_main in compiled if name in names]

@@ -21,6 +21,7 @@ from hybridtensor.linear.operands import Needs, Operand, Weight, required_face
 from hybridtensor.linear.weight_buckets import add_columns_of_bucket, refresh_bucket
 from hybridtensor.ops import Face
 from hybridtensor.ops.amaxes import AmaxRecord
+from hybridtensor.ops.cast.compile_ahead import weight_casts
 from hybridtensor.ops.library import is_traced
 from hybridtensor.quantizers import HybridQuantizer
 from hybridtensor.quantizers.plans import measured_in_backward
@@ -153,14 +154,15 @@ class TracedMaster(Operand):
         weight.check_common_scale()
         self._weight, self._dtype = weight, dtype
         self._after: Tensor | None = None
-        self._amaxes = weight.amaxes(dtype) if needs.input else (None, None)
         context = weight.context._replace(state=state)
         context = self._context = for_products_of_weight(
             context, dtype, weight.config, weight.device
         )
         if needs.input:
             context = measured_in_backward(context, weight.config.weight)
-        row, _ = weight.quantized(True, False, dtype, amaxes=self._amaxes, context=context)
+        with weight_casts():
+            self._amaxes = weight.amaxes(dtype) if needs.input else (None, None)
+            row, _ = weight.quantized(True, False, dtype, amaxes=self._amaxes, context=context)
         super().__init__(row, None)
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
@@ -169,14 +171,15 @@ class TracedMaster(Operand):
 
     def columnwise(self, saved: list[Tensor]) -> Face:
         self._weight.check_common_scale()
-        _, column = self._weight.quantized(
-            False,
-            True,
-            self._dtype,
-            amaxes=self._amaxes,
-            after=self._after,
-            context=self._context.in_backward(),
-        )
+        with weight_casts():
+            _, column = self._weight.quantized(
+                False,
+                True,
+                self._dtype,
+                amaxes=self._amaxes,
+                after=self._after,
+                context=self._context.in_backward(),
+            )
         return required_face(column, "columnwise", "grad_input")
 
 

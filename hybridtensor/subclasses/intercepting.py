@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _STATE_NAMES = ("state_rounding", "state_encode_scale", "state_amax_address", "state_common_amax")
 
+_GRAD: Any = torch._C.TensorBase.grad  # torch's getter and setter
+
 
 Sent = Any
 """What the first half of a gather hands to the second, through FSDP2."""
@@ -114,6 +116,23 @@ class InterceptingTensor(WrapperTensor):
     def layer(self, layer: LayerState | StateTensors | None) -> None:
         self.record.layer = layer
 
+    # Optimizers ask five times per step for it, which takes 2 us each where it passes through ``__torch_function__``
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, as of any tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return _GRAD.__get__(self)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__delete__(self)
+
     @property
     def state(self) -> StateTensors | None:
         """The tensors of the layer's state that quantizing needs."""
@@ -150,7 +169,8 @@ class InterceptingTensor(WrapperTensor):
         if state is None:
             return [], None
         if isinstance(layer, LayerState):
-            layer.multiplied = True  # of what graphs do with it, nothing tells
+            # Nothing tells what graphs do with it. Module.__setattr__ would look through parameters first.
+            layer.__dict__["multiplied"] = True
         tensors = (state.rounding, state.encode_scale, self.state_amax_address, state.common_amax)
         # AOTAutograd reads these names as attributes, and knows no None: hence the properties below, and names of
         # those that are there only.

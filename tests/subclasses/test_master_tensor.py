@@ -299,3 +299,22 @@ def test_inference_tensors_are_quantized_afresh_after_writes():
         assert_fresh(w)
         w.view(-1)[:3].zero_()
         assert_fresh(w)
+
+
+def test_flattened_for_a_graph_as_the_layer_is_now():
+    """What ``__tensor_flatten__`` returned before is returned again until something of the layer changes."""
+    layer = ht.quantize_(nn.Linear(64, 64), "fp8_delayed")
+    weight = layer.weight
+    before = weight.__tensor_flatten__()
+    assert weight.__tensor_flatten__() is before
+    changes = [
+        lambda: ht.set_config_(layer, "nvfp4"),
+        lambda: setattr(weight.record.layer, "transposed", False),
+        lambda: setattr(weight.record, "first", 3),
+    ]
+    for change in changes:
+        change()
+        now = weight.__tensor_flatten__()
+        assert now != before
+        assert now == weight.detach().__tensor_flatten__()  # made anew
+        before = now

@@ -5,12 +5,17 @@ Triton compiles a kernel when it is launched first, one after the other, and bui
 lock. Each cast that Inductor's graph will have therefore runs once in a thread, on a small matrix of zeros: Triton then
 has the kernels that the graph launches. A thread that fails changes nothing: the graph's launch compiles, and raises.
 The code of a graph waits for its own kernels only: forward runs while those of backward are compiled.
+
+Weights are cast in lists, which the graph's lowering puts together. While a weight is traced, the kernel of lists is
+compiled, for two like it; each kernel in vain would hold up the others, whose Python parts run one at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +32,8 @@ _MOST_SEEN = 4096
 _executor: ThreadPoolExecutor | None = None
 _started: dict[object, Future[None]] = {}  # equal blocks of a model have equal casts
 _needed: set[Future[None]] = set()  # of the graph that is lowered now
+_traces_weight = False
+_of_weights: set[object] = set()
 
 
 class _Zeros(NamedTuple):
@@ -51,15 +58,56 @@ def compile_ahead(name: str, args: PyTree, *, is_lowered: bool = False) -> None:
         return
     few = pytree.tree_map(_few, values)
     key = name, str(few)
+    if _traces_weight:
+        _of_weights.add(key)
+        name, few = _of_list(name, few)
+    elif key in _of_weights and not is_lowered:
+        return  # Inductor traces the graph again
+    if name.endswith("_all"):
+        few = _two_of_each(few)
+    key = name, str(few)
     if key not in _started:
         if len(_started) >= _MOST_SEEN:
             _started.clear()
+            _of_weights.clear()
         global _executor
         if _executor is None:
             _executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="hybridtensor-compile")
         _started[key] = _executor.submit(_run, name, few, tensors[0].device)
     if is_lowered:
         _needed.add(_started[key])
+
+
+@contextlib.contextmanager
+def weight_casts() -> Iterator[None]:
+    """Compile the kernels of lists for casts that are traced inside: they are of a weight."""
+    global _traces_weight
+    _traces_weight = True
+    try:
+        yield
+    finally:
+        _traces_weight = False
+
+
+def _of_list(name: str, args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    """Return the operator of lists in place of ``name``, with its arguments; the same if lists cannot be cast so."""
+    if name == "measure":
+        x, request = args
+        return "measure_all", ([x], request)
+    x, request, scale, record, rounding, first_row, of_row, of_column, _, notes = args
+    if rounding is not None or first_row:
+        return name, args
+    lists = ([] if given is None else [given] for given in (scale, record, of_row, of_column))
+    return "quantize_all", ([x], request, *lists, None, notes)
+
+
+def _two_of_each(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return arguments whose lists have different matrices only, two at least: one kernel casts any number."""
+    lists = {i: given for i, given in enumerate(args) if isinstance(given, list) and given}
+    different = list(dict.fromkeys(zip(*lists.values(), strict=True)))
+    columns = zip(*(different * 2 if len(different) == 1 else different), strict=True)
+    chosen = dict(zip(lists, map(list, columns), strict=True))
+    return tuple(chosen.get(i, given) for i, given in enumerate(args))
 
 
 def wait_for_kernels() -> None:
