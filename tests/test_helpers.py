@@ -1,10 +1,12 @@
-"""The helpers that decide which cases the tests run."""
+"""The helpers that decide which cases the tests run, and the one that starts processes."""
 
 import itertools
 
 import pytest
 import tiers
+import torch
 from pairwise import pairwise
+from processes import PRELOADED, call_program
 
 
 @pytest.mark.parametrize(
@@ -58,3 +60,9 @@ def test_the_long_tier_runs_all_combinations_and_more_examples(monkeypatch):
         assert tiers.long("all of it").args == (not long,)
         assert tiers.long("all of it").kwargs == {"reason": "all of it; --long runs it"}
     assert sizes == [(12, 2, 5), (24, 6, 50)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="processes that may use a GPU are not forked")
+def test_processes_begin_with_what_takes_long_to_import():
+    program = f"import sys; print([name for name in {PRELOADED!r} if name not in sys.modules])"
+    assert call_program(program) == "[]\n"

@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+# What processes that need no GPU are forked after: the package, which begins when it is used, and what compiles there
+PRELOADED = ["hybridtensor.public", "torch._functorch.aot_autograd", "torch._inductor.compile_fx", "pytest"]
 TIMEOUT = datetime.timedelta(seconds=60)
 
 
@@ -22,7 +24,7 @@ def context_for(device):
     if device == "cuda":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hybridtensor"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
