@@ -18,11 +18,12 @@ from hybridtensor.former_names import FORMER_NAMES
 
 HEAVY = ("torchao", "torch.distributed.tensor", "hybridtensor.public", "hybridtensor.subclasses", "triton", "rich")
 BEGIN = f"""
-import sys, torch
 import hybridtensor as ht
 heavy = [name for name in {HEAVY!r} if name in sys.modules]
 assert not heavy, heavy
 """
+# Of torch, for those that would import it then: most of what they would wait for
+OF_TORCH = "import torch.ao.quantization, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor"
 # Everything is registered: the layer is converted, and its products are quantized.
 END = """
 from hybridtensor.recipes.config import HybridConfig
@@ -30,15 +31,6 @@ layer = ht.quantize_(torch.nn.Linear(16, 16), "fp8")
 x = torch.randn(4, 16)
 assert not torch.equal(layer(x), torch.nn.functional.linear(x, ht.plain_(layer).weight, layer.bias))
 """
-
-
-def run(program, folder="."):
-    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, env=env, cwd=folder
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.endswith("done\n"), ran.stdout
 
 
 @pytest.fixture
@@ -144,59 +136,7 @@ assert "torchao.core.config" in Finder.names
     "verify a folder that is not there": f"{COMMAND}assert main(['verify', 'nowhere']) == 2{LIGHT}",
     "verify what was exported": f"{COMMAND}assert main(['verify', 'exported']) == 0{LIGHT}",
     "verify a checkpoint": f"{COMMAND}assert main(['verify', 'run']) == 0; assert 'torchao' not in sys.modules",
-}
-
-
-def test_each_first_use_imports_everything_and_others_little(files):
-    """Each use runs in a process forked after ``import hybridtensor``."""
-    from torchao.core.config import config_to_dict
-
-    config = config_to_dict(ht.HybridConfig.parse("mxfp8"))["_data"]
-    uses = OTHER_USES | {use: f"CONFIG = {config!r}\n{program}\n{END}" for use, program in FIRST_USES.items()}
-    alone = {*OTHER_USES, "an attribute", "a module", "a file of state", "a config of torchao"}
-    ordered = sorted(uses.items(), key=lambda one: one[0] not in alone)
-    forking = f"""{BEGIN}
-import os, traceback, warnings
-warnings.simplefilter("ignore", DeprecationWarning)  # of forking, which is what this does
-warnings.simplefilter("ignore", SyntaxWarning)  # torchao's own
-for use, program in {ordered!r}:
-    if use not in {alone!r}:
-        import torchao  # once for all the others, which is most of what they would wait for
-    sys.stdout.flush()
-    if os.fork() == 0:
-        failed = ""
-        try:
-            exec(program, {{"ht": ht, "torch": torch, "sys": sys}})
-        except BaseException:
-            failed = traceback.format_exc()
-        open(f"{{use}}.failed", "w").write(failed)
-        os._exit(0)
-    os.wait()
-print("done")
-"""
-    run(forking, files)
-    failures = [f"{use}: {failed}" for use in uses if (failed := (files / f"{use}.failed").read_text())]
-    assert not failures, "\n".join(failures)
-
-
-def test_torchao_may_be_imported_first():
-    run(
-        "import torchao, hybridtensor\n"
-        "from torchao.core.config import ALLOWED_AO_MODULES\n"
-        "assert 'hybridtensor' in ALLOWED_AO_MODULES and 'hybridtensor.public' not in sys.modules\n"
-        "print('done')".replace(
-            "import torchao", "import sys, warnings; warnings.simplefilter('ignore'); import torchao"
-        )
-    )
-
-
-def test_a_name_that_is_not_there():
-    with pytest.raises(AttributeError, match="hybridtensor: no attribute 'quantise_'"):
-        ht.quantise_  # noqa: B018
-
-
-def test_a_failed_import_is_raised_again_and_can_be_repeated():
-    run(f"""{BEGIN}
+    "an import that fails, and again": f"""
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name == "torchao":
@@ -212,8 +152,67 @@ for name in ("quantize_", "check"):
 from hybridtensor.__main__ import main
 assert main(["doctor"]) == 1
 del sys.meta_path[0]
-{END}
-print("done")""")
+{END}""",
+}
+TORCHAO_FIRST = {
+    "torchao first": """
+warnings.simplefilter("ignore")
+import torchao, hybridtensor
+from torchao.core.config import ALLOWED_AO_MODULES
+assert "hybridtensor" in ALLOWED_AO_MODULES and "hybridtensor.public" not in sys.modules
+"""
+}
+# They import torchao, or do not
+ALONE = {
+    *(use for use, program in OTHER_USES.items() if LIGHT not in program),
+    "an attribute", "a module", "a file of state", "a config of torchao",
+}  # fmt: skip
+
+
+def test_each_first_use_imports_everything_and_others_little(files):
+    """Each use runs in a process forked after ``import hybridtensor``, but for the one before it."""
+    from torchao.core.config import config_to_dict
+
+    config = config_to_dict(ht.HybridConfig.parse("mxfp8"))["_data"]
+    first = {use: f"CONFIG = {config!r}\n{program}\n{END}" for use, program in FIRST_USES.items()}
+    light = {use: program for use, program in OTHER_USES.items() if LIGHT in program}
+    alone = {use: program for use, program in {**OTHER_USES, **first}.items() if use in ALONE}
+    rest = {use: program for use, program in first.items() if use not in ALONE}
+    stages = [("", TORCHAO_FIRST), (BEGIN, light), (OF_TORCH, alone), ("import torchao", rest)]
+    assert light.keys() | alone.keys() == OTHER_USES.keys() | ALONE
+    forking = f"""
+import os, sys, torch, traceback, warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of forking, which is what this does
+warnings.simplefilter("ignore", SyntaxWarning)  # torchao's own
+for beginning, uses in {stages!r}:
+    exec(beginning)
+    for use, program in uses.items():
+        sys.stdout.flush()
+        if os.fork() == 0:
+            failed = ""
+            try:
+                exec(program, {{**globals()}})
+            except BaseException:
+                failed = traceback.format_exc()
+            open(f"{{use}}.failed", "w").write(failed)
+            os._exit(0)
+        os.wait()
+print("done")
+"""
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-W", "error", "-c", forking]
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, cwd=files)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.endswith("done\n"), ran.stdout
+    failures = [
+        f"{use}: {failed}" for _, uses in stages for use in uses if (failed := (files / f"{use}.failed").read_text())
+    ]
+    assert not failures, "\n".join(failures)
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match="hybridtensor: no attribute 'quantise_'"):
+        ht.quantise_  # noqa: B018
 
 
 def test_each_allowed_name_is_there_and_each_former_one_is_allowed():
