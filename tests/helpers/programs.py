@@ -115,8 +115,8 @@ class Program:
     events: list[list[str]] = field(default_factory=list)
 
     @classmethod
-    def draw(cls, seed, *, ranks=1):
-        """Return the program of a seed."""
+    def draw(cls, seed, *, ranks=1, steps=3):
+        """Return the program of a seed; with fewer steps its last ones are left out."""
         rng = random.Random(seed)
         stateless = [
             name for name in RECIPES if not ht.recipes.from_name(name).stochastic
@@ -142,7 +142,7 @@ class Program:
             [name for name, chance in EVENTS.items() if rng.random() < chance and (ranks == 1 or name in ON_RANKS)]
             for _ in range(3)
         ]
-        return cls(seed, recipe, kinds, options, events)
+        return cls(seed, recipe, kinds, options, events[:steps])
 
     def __str__(self):
         chosen = ", ".join(f"{k}={v}" for k, v in self.options.items() if v)
