@@ -1,6 +1,7 @@
 """What all errors of the package have in common, read from its sources: who raised, what happened, what to do."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def text(node: ast.AST) -> str:
     return "{" + ast.unparse(node.value if isinstance(node, ast.FormattedValue) else node) + "}"
 
 
+@functools.cache
 def messages() -> list[tuple[str, str, str]]:
     """Return file and line, class and message of each error, but for those that are another's message alone."""
     found = []

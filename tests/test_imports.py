@@ -1,6 +1,7 @@
 """What importing the package does, and which way its imports point."""
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -31,9 +32,16 @@ SUBCLASS_LAYERS = [
 OPERATOR_LAYERS = ["reads", "matmul", "common", "quantized", "identity", "hybrid", "hybrid_values", "master"]
 
 
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports(path):
-    """Yield ``(module, inside a function)`` for every import of the package's own modules."""
-    tree = ast.parse(path.read_text())
+    """Return ``(module, inside a function)`` for every import of the package's own modules."""
+    found = []
+    tree = tree_of(path)
     functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
     nested = {id(node) for function in functions for node in ast.walk(function)}
     for node in ast.walk(tree):
@@ -46,7 +54,8 @@ def imports(path):
         for name in names:
             path = PACKAGE.parent / name.replace(".", "/")
             if path.is_relative_to(PACKAGE) and (path.with_suffix(".py").exists() or path.is_dir()):
-                yield name, id(node) in nested
+                found.append((name, id(node) in nested))
+    return found
 
 
 def of_every_module(check):
@@ -100,7 +109,7 @@ def test_the_core_imports_only_torch_and_torchao(module):
         allowed |= {module.parts[-1], *(["safetensors"] if module.parts[-1] == "transformers" else [])}
     if module.parts[-1] == "numpy_values":
         allowed |= {"numpy"}
-    tree = ast.parse((PACKAGE.parent / module).with_suffix(".py").read_text())
+    tree = tree_of((PACKAGE.parent / module).with_suffix(".py"))
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.Import):
@@ -126,7 +135,7 @@ BY_NAME = ("integrations", "ops/graph_calls.py: call_of")
 
 def test_no_name_of_a_module_is_unused():
     """Read in its module, imported, an attribute, public, or registered by a decorator."""
-    trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    trees = {path: tree_of(path) for path in sorted(PACKAGE.rglob("*.py"))}
     elsewhere = set().union(*map(taken_from_elsewhere, trees.values()))
     unused = []
     for path, tree in trees.items():
@@ -161,7 +170,7 @@ def assigned(node):
 
 @of_every_module
 def test_no_check_vanishes_under_python_o(module):
-    tree = ast.parse((PACKAGE.parent / module).with_suffix(".py").read_text())
+    tree = tree_of((PACKAGE.parent / module).with_suffix(".py"))
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Assert)], module
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "__debug__"], module
 
