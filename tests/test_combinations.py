@@ -10,7 +10,7 @@ import programs
 import pytest
 import torch
 from programs import RECIPES, WIDTH, Attention, Block, Mlp, Routed, Stack
-from tiers import by_group, few
+from tiers import LONG, by_group, few
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
@@ -34,7 +34,7 @@ def small():
 
 
 def steps(recipe, device, compiled=False, checkpointed=None, offloaded=None, autocast=False, make=small, width=WIDTH):
-    """Return losses, gradients and state of three steps with small losses."""
+    """Return losses, gradients and state of a few steps with small losses."""
     torch.manual_seed(0)
     model = make()
     ht.quantize_(model.to(device, torch.float32 if autocast else torch.bfloat16), recipe)
@@ -49,7 +49,7 @@ def steps(recipe, device, compiled=False, checkpointed=None, offloaded=None, aut
         "save_on_cpu": save_on_cpu,
         "offload_activations": lambda: ht.offload.offload_activations(model, keep_last=0, min_bytes=0),
     }[offloaded]
-    for step in range(3):
+    for step in range(3 if LONG else 2):
         x = torch.randn(2, 24, width, generator=torch.Generator().manual_seed(step))
         x = x.to(device, next(model.parameters()).dtype).requires_grad_()
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast), around():

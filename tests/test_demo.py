@@ -43,7 +43,7 @@ def test_trains_saves_resumes_and_reports(demo_here, tmp_path, capsys):
     text.mkdir()
     (text / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     out = tmp_path / "out"
-    options = ["--size", "tiny", "--steps", 8, "--data", text, "--recipes", ",".join(recipes), "--out", out]
+    options = ["--size", "tiny", "--steps", 4, "--data", text, "--recipes", ",".join(recipes), "--out", out]
     assert demo_here(*options) == 0
     printed = capsys.readouterr().out
     assert printed.count("bitwise") == 4
@@ -58,7 +58,7 @@ def test_trains_saves_resumes_and_reports(demo_here, tmp_path, capsys):
     assert set(record["versions"]) == {"hybridtensor", "torch", "torchao", "python"}
     base, *quantized = record["results"]
     for r in quantized:
-        assert len(r["losses"]) == 8
+        assert len(r["losses"]) == 4
         assert r["resumed_bitwise"]
         assert r["losses"] != base["losses"]  # low precision really ran
     for r in quantized[:2]:

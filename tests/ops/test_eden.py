@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tiers
 import torch
 from casting import cast_of, quantize
 from fp4_oracles import eden_oracle
@@ -66,7 +67,7 @@ def estimates(x, count, quantizer=EDEN):
         yield dequantize(*made, format=cast.format, dtype=torch.float64)
 
 
-COUNT = 2000
+COUNT = 2000 if tiers.LONG else 1000
 
 
 @pytest.fixture(scope="module")
