@@ -96,7 +96,8 @@ def test_tokens(device, index):
 def test_stacks(device, index):
     """Also of matrices that lie transposed, as experts ``[E, in, out]`` do."""
     require_kernels(device)
-    w = torch.stack([random_tensor(128, 256, dtype=torch.bfloat16, seed=seed, device=device) for seed in range(2)])
+    columns = 128 if device == "cpu" and not tiers.LONG else 256
+    w = torch.stack([random_tensor(128, columns, dtype=torch.bfloat16, seed=seed, device=device) for seed in range(2)])
     turned = w.transpose(-2, -1).contiguous().transpose(-2, -1)
     for number, request in enumerate(requests(CASTS[index], CASTS[(index + 3) % len(CASTS)])):
         if device != "cpu" or number % 3 == index % 3:
