@@ -29,7 +29,7 @@ class Sharded(Run):
 
 def on_two_ranks(rank, seeds):
     for seed in seeds:
-        program = Program.draw(seed, ranks=2)
+        program = Program.draw(seed, ranks=2, steps=3 if tiers.LONG else 2)
 
         def shard(model):
             for block in model:
