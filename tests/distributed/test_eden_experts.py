@@ -1,5 +1,7 @@
 """``quartet2`` and ``nvfp4+eden`` in experts on several ranks. Oracle: one process, bitwise."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,10 +46,10 @@ def tokens(step, rank=0):
 
 
 def steps(model, optimizer, *, count=3):
-    """Train, accumulating two gradients of one draw, with a step in between that leaves weights as they are."""
+    """Train, first accumulating two gradients of one draw, with a step in between that leaves weights as they are."""
     found = []
     for step in range(count):
-        for again in range(2):
+        for again in range(1 if step else 2):
             y = model(tokens(step, again), offsets(ENDS[step], here()))
             y.square().mean().backward()
         found += [y.detach(), *[local(p.grad).clone() for p in model.parameters()]]
@@ -58,16 +60,29 @@ def steps(model, optimizer, *, count=3):
     return found
 
 
+def quantized(rank, recipe, kind):
+    """Return a model that draws as if the rank were alone."""
+    model = ht.quantize_(plain(kind), recipe)
+    ht.set_data_parallel_group_(model, own_group(rank))
+    return model
+
+
+def trained(model):
+    return steps(model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+@functools.cache
+def trained_alone(rank, recipe, kind):
+    return trained(quantized(rank, recipe, kind))
+
+
 def sharded_like_one(rank, recipe, kind, dim, resharded):
     """All ranks have the same tokens, and draw as if they were alone."""
-    one, many = (ht.quantize_(plain(kind), recipe) for _ in range(2))
-    for model in (one, many):
-        ht.set_data_parallel_group_(model, own_group(rank))
+    expected, many = trained_alone(rank, recipe, kind), quantized(rank, recipe, kind)
     placed = fully_shard(
         many, mesh=mesh_of(rank, 2), shard_placement_fn=lambda _: Shard(dim), reshard_after_forward=resharded
     )
-    expected, found = (steps(m, torch.optim.SGD(m.parameters(), lr=1.0)) for m in (one, placed))
-    size = len(list(one.parameters()))
+    found, size = trained(placed), len(list(many.parameters()))
     for i, (mine, whole) in enumerate(zip(found, expected, strict=True)):
         wanted = whole if i % (size + 1) == 0 else whole.chunk(2, dim)[rank]
         assert torch.equal(mine, wanted), i

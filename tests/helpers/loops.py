@@ -19,7 +19,7 @@ def optimizer_of(model, persistent=True):
 
 
 def steps(model, optimizer, batch, *, count=3, first=0, run=None, still=(), weights=True):
-    """Train, accumulating the gradients of two batches in each step; return outputs and gradients.
+    """Train, accumulating the gradients of two batches in the first step; return outputs and gradients.
 
     Args:
         model: What is trained.
@@ -33,7 +33,7 @@ def steps(model, optimizer, batch, *, count=3, first=0, run=None, still=(), weig
     """
     found = []
     for step in range(first, first + count):
-        for again in range(2):
+        for again in range(2 if step == first else 1):
             x = batch(2 * step + again).requires_grad_()
             y = (model if run is None else run)(x)
             y.square().mean().backward()
