@@ -95,7 +95,7 @@ def matrix(rank, path, persistent, recipes, every_pair):
 
 @pytest.mark.parametrize(
     ("persistent", "recipes"),
-    [(False, ALL if tiers.LONG else STATES), (True, ALL)],
+    [(False, ALL if tiers.LONG else STATES), (True, ALL if tiers.LONG else HELD)],
     ids=["masters", "persistent"],
 )
 def test_reshard_every_recipe_bitwise(four, persistent, recipes, tmp_path):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from experts import EXPERTS, WIDTH, Experts, Mixture
 from processes import generator, here
+from tiers import few
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -235,7 +236,7 @@ def with_tensor_parallel(rank, shape, compiled):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("shape", "compiled"), [((1, 2, 2), False), ((2, 2, 1), False), ((1, 2, 2), True)])
+@pytest.mark.parametrize(("shape", "compiled"), few([((2, 2, 1), False), ((1, 2, 2), True), ((1, 2, 2), False)], 2))
 def test_with_tensor_parallel(four, shape, compiled):
     four.run(with_tensor_parallel, shape, compiled)
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from processes import here
 from sharding import mesh_of
-from tiers import few
+from tiers import covered, few
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -57,9 +57,7 @@ def every_product(rank, stored, group, persistent):
     assert not wrong, wrong
 
 
-@FORMS
-@STORED
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
+@pytest.mark.parametrize(("group", "stored", "persistent"), covered(GROUPS, [*PRODUCTS], [False, True]))
 def test_products_of_gathered_weights(two, group, stored, persistent):
     two.run(every_product, stored, group, persistent)
 
