@@ -64,7 +64,7 @@ WAYS = ["reshards", "stays", "checkpointed", "compiled"]
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    itertools.product(SPECS, WAYS) if LONG else [*in_turn(SPECS, WAYS), *in_turn(SPECS, WAYS[2:] + WAYS[:2])],
+    [*itertools.product(SPECS, WAYS)] if LONG else [*in_turn(SPECS, WAYS), *in_turn(SPECS, WAYS[2:] + WAYS[:2])],
 )
 def test_two_ranks_train_like_the_unsharded_model(two, name, way):
     """Each of them in two ways, in turn; in the long tier in all."""
