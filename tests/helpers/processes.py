@@ -62,7 +62,6 @@ def check_devices(device, size):
 
 def join(rank, size, store, device):
     """Join the group as a rank; what is made without naming a device is on this rank's own."""
-    seldom_collect_garbage()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("error")
