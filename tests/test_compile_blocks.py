@@ -12,7 +12,7 @@ import hybridtensor as ht
 from hybridtensor.testing import random_tensor
 
 NUM_BLOCKS = 32 if tiers.LONG else 9  # more than the graphs that Dynamo makes of one function by default
-FIRST = ["fp8_delayed", "nvfp4"]  # a state of scales, and one of draws; others have nothing that blocks differ in
+FIRST = ["bf16", "fp8", "fp8_delayed", "mxfp8", "nvfp4"]
 
 
 class Attention(nn.Module):

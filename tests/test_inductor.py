@@ -91,7 +91,8 @@ def calls(code, name):
     return [line for line in code.splitlines() if any(f"= {own}(" in line for own in names)]
 
 
-@pytest.mark.parametrize(("recipe", "block"), tiers.in_turn(FEW, [Block, ExpertBlock]))
+@pytest.mark.parametrize("block", [Block, ExpertBlock])
+@pytest.mark.parametrize("recipe", FEW)
 def test_bits_are_those_of_the_operators(recipe, block, device):
     expected = train(recipe, device, "aot_eager", block=block)
     found, codes = codes_of(recipe, device, block=block)

@@ -69,7 +69,7 @@ def _warn_of_unmultiplied(model: nn.Module, optimizer: Optimizer) -> None:
             continue
         del unmultiplied[state]
         if not state.multiplied:
-            state.multiplied = True  # once per layer
+            state.multiplied = True  # or said to be missing: once per layer
             warnings.warn(
                 f"layer {state.name or '<root>'}: its weight was read as values ({reader}) in a training step, and no "
                 "product of the layer ran; a product of such values, which are a plain tensor, is not quantized; "

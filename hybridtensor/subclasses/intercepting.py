@@ -121,7 +121,8 @@ class InterceptingTensor(WrapperTensor):
     def grad(self) -> Tensor | None:
         """The gradient, as of any tensor."""
         with torch._C.DisableTorchFunctionSubclass():
-            return _GRAD.__get__(self)  # type: ignore[no-any-return]
+            found: Tensor | None = _GRAD.__get__(self)
+            return found
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

@@ -1,7 +1,5 @@
 """FSDP2 where a columnwise face is quantized after the gather, from the rowwise bytes that were sent."""
 
-import itertools
-
 import pytest
 import torch
 from processes import generator
@@ -17,7 +15,6 @@ from sharding import (
     whole,
     with_weight,
 )
-from tiers import LONG, in_turn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchao.quantization import FqnToConfig
@@ -62,13 +59,10 @@ def trains(rank, size, spec, way, hidden=128):
 WAYS = ["reshards", "stays", "checkpointed", "compiled"]
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [*itertools.product(SPECS, WAYS)] if LONG else [*in_turn(SPECS, WAYS), *in_turn(SPECS, WAYS[2:] + WAYS[:2])],
-)
-def test_two_ranks_train_like_the_unsharded_model(two, name, way):
-    """Each of them in two ways, in turn; in the long tier in all."""
-    two.run(trains, 2, SPECS[name], way)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_two_ranks_train_like_the_unsharded_model(two, spec, way):
+    two.run(trains, 2, spec, way)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

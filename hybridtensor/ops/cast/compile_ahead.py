@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ def weight_casts() -> Iterator[None]:
         _traces_weight = False
 
 
-def _of_list(name: str, args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+def _of_list(name: str, args: tuple[object, ...]) -> tuple[str, tuple[object, ...]]:
     """Return the operator of lists in place of ``name``, with its arguments; the same if lists cannot be cast so."""
     if name == "measure":
         x, request = args
@@ -101,7 +101,7 @@ def _of_list(name: str, args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
     return "quantize_all", ([x], request, *lists, None, notes)
 
 
-def _two_of_each(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _two_of_each(args: tuple[object, ...]) -> tuple[object, ...]:
     """Return arguments whose lists have different matrices only, two at least: one kernel casts any number."""
     lists = {i: given for i, given in enumerate(args) if isinstance(given, list) and given}
     different = list(dict.fromkeys(zip(*lists.values(), strict=True)))
