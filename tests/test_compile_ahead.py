@@ -27,7 +27,7 @@ class Started(list):
     fails = False
     finished = 0
 
-    def implementation(self, name, device_type):
+    def function(self, name, device_type):
         """Return what notes its arguments."""
 
         def run(*args):
@@ -46,7 +46,7 @@ def started(monkeypatch, device):
     if device == "cpu" and torch.cuda.is_available():
         pytest.skip("kernels are compiled for the GPU of this process")
     made = Started()
-    monkeypatch.setattr(compile_ahead, "implementation", made.implementation)
+    monkeypatch.setattr(compile_ahead, "_function", made.function)
     monkeypatch.setattr(compile_ahead, "_started", {})
     monkeypatch.setattr(compile_ahead, "_of_weights", set())
     if device == "cpu":

@@ -18,7 +18,7 @@ from hybridtensor.testing import random_tensor
 # torch warns of its own settings for a GPU, and of gradients that it looks for itself
 pytestmark = pytest.mark.filterwarnings("default")
 RECIPES = ["fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"]
-NAMES = ["measure_all", "quantize_all", "measure"]
+NAMES = ["measure_all_into", "quantize_all_into", "measure"]
 FEW = RECIPES if tiers.LONG or torch.cuda.is_available() else ["fp8", "fp8_delayed"]
 
 
@@ -88,7 +88,7 @@ def codes_of(recipe, device, **options):
 def calls(code, name):
     """Return the calls of an operator in a graph's code."""
     names = re.findall(rf"(\w+) = call_of\('{name}'", code)
-    return [line for line in code.splitlines() if any(f"= {own}(" in line for own in names)]
+    return [line for line in code.splitlines() if any(f"{own}(" in line for own in names)]
 
 
 @pytest.mark.parametrize("block", [Block, ExpertBlock])
@@ -109,14 +109,14 @@ def test_weights_of_a_region_are_measured_and_cast_together(device):
     _, codes = codes_of("fp8", device, grad=True)
     counts = [{name: len(calls(code, name)) for name in NAMES} for code in codes]
     # Backward has the amaxes of forward
-    forward, backward = {"measure_all": 1, "quantize_all": 1}, {"measure_all": 0, "quantize_all": 1}
+    forward, backward = ({"measure_all_into": count, "quantize_all_into": 1} for count in (1, 0))
     assert counts == [{**forward, "measure": 0}, {**backward, "measure": 0}]
 
 
 def test_inputs_of_a_graph_that_are_no_weights_are_cast_one_by_one(device):
     """Two layers with delayed scales read what comes into the graph, at an address of its own in each call."""
     _, codes = codes_of("fp8_delayed", device)
-    together = [call for code in codes for call in calls(code, "quantize_all")]
+    together = [call for code in codes for call in calls(code, "quantize_all_into")]
     inputs = [re.findall(r"primals_\d+", call.split("]")[0]) for call in together]
     assert together
     assert all(len(set(names)) == len(names) for names in inputs), "one call casts a tensor twice"
@@ -128,8 +128,8 @@ def test_no_more_weights_are_cast_together_than_fit(device, monkeypatch):
     block = ht.quantize_(Block(64).to(device, torch.bfloat16), "fp8")
     block.compile()
     _, (forward,) = written(functools.partial(block, random_tensor(32, 64, device=device)))
-    assert len(calls(forward, "quantize_all")) == 1
-    assert len(calls(forward, "quantize")) == 3  # the input, what the last layer reads, and its weight
+    assert len(calls(forward, "quantize_all_into")) == 1
+    assert len(calls(forward, "quantize_into")) == 3  # the input, what the last layer reads, and its weight
 
 
 @pytest.mark.gpu

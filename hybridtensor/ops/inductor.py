@@ -19,15 +19,25 @@ from torch._functorch._aot_autograd.descriptors import SubclassGetAttrAOTInput
 from torch._inductor import ir, lowering
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import convert_shape_to_inductor
 from torch._inductor.virtualized import V
 from torch._library.utils import get_layout_constraint_tag
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
+from torch.types import IntLikeType
 from torch.utils._pytree import PyTree
 
 from hybridtensor.ops.cast.compile_ahead import compile_ahead
-from hybridtensor.ops.cast.list_operator import MEASURE_ALL, QUANTIZE_ALL
-from hybridtensor.ops.cast.operator import MEASURE, QUANTIZE
+from hybridtensor.ops.cast.list_operator import (
+    MEASURE_ALL,
+    QUANTIZE_ALL,
+    Written,
+    amaxes_written,
+    faces_written,
+    shapes_of,
+)
+from hybridtensor.ops.cast.operator import MEASURE, QUANTIZE, QUANTIZE_INTO
+from hybridtensor.ops.cast.request import parse_request
 from hybridtensor.ops.library import Operator
 
 _MOST_ELEMENTS = 1 << 26
@@ -131,7 +141,7 @@ def _lower_quantize(*args: object, **kwargs: object) -> PyTree:
 
 def _lower_together(
     operator: Operator,
-    together: Callable[[list[_WeightCall], object], list[object]],
+    together: Callable[[list[_WeightCall], object], list[list[object]]],
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> PyTree:
@@ -142,34 +152,68 @@ def _lower_together(
     if len(nodes) < 2:
         given = _by_position(operator, node.args, node.kwargs)
         compile_ahead(operator._opname, given, is_lowered=True)
-        return _lower(operator, *args, **kwargs)
+        if operator is MEASURE or V.graph.cpp_wrapper:
+            return _lower(operator, *args, **kwargs)
+        out = [_empty(t.shape, t.stride(), t.dtype, t.device) for t in node.meta["val"]]
+        x, *others = _by_position(operator, args, kwargs)
+        DirectKernel.create(QUANTIZE_INTO, x, out, *others)
+        return out
     calls = [call for call in map(_call_of, nodes) if call is not None]
     # Its place in the schema of ``quantize``; ``measure`` has none.
     after = args[8] if len(args) > 8 else kwargs.get("after")
-    tensors = together(calls, after)
-    size = len(tensors) // len(nodes)
-    for index, each in enumerate(nodes):
-        made[each] = tensors[index * size : (index + 1) * size]
+    made.update(zip(nodes, together(calls, after), strict=True))
     return made[node]
 
 
-def _measure_together(calls: list[_WeightCall], after: object) -> list[object]:
-    given = [call.x for call in calls], calls[0].request
-    compile_ahead(MEASURE_ALL._opname, given, is_lowered=True)
-    made: list[object] = _lower(MEASURE_ALL, [_value(call.x) for call in calls], calls[0].request)
-    return made
+def _measure_together(calls: list[_WeightCall], after: object) -> list[list[object]]:
+    xs, request = [call.x for call in calls], calls[0].request
+    compile_ahead("measure_all", (xs, request), is_lowered=True)
+    written = amaxes_written(_shapes(xs), parse_request(request))
+    buffers = _buffers(written, xs[0])
+    DirectKernel.create(MEASURE_ALL, [_value(x) for x in xs], *buffers, request)
+    return _views(written, buffers)
 
 
-def _quantize_together(calls: list[_WeightCall], after: object) -> list[object]:
+def _quantize_together(calls: list[_WeightCall], after: object) -> list[list[object]]:
     nodes = [
         [node for node in each if node is not None]
         for each in zip(*(call[3:] for call in calls), strict=True)
     ]
     lists = [[_value(node) for node in each] for each in nodes]
-    xs, first = [_value(call.x) for call in calls], calls[0]
-    given = [call.x for call in calls], first.request, *nodes, None, first.notes
-    compile_ahead(QUANTIZE_ALL._opname, given, is_lowered=True)
-    made: list[object] = _lower(QUANTIZE_ALL, xs, first.request, *lists, after, first.notes)
+    xs, first = [call.x for call in calls], calls[0]
+    compile_ahead("quantize_all", (xs, first.request, *nodes, None, first.notes), is_lowered=True)
+    written = faces_written(_shapes(xs), parse_request(first.request), first.notes)
+    buffers, values = _buffers(written, xs[0]), [_value(x) for x in xs]
+    DirectKernel.create(QUANTIZE_ALL, values, buffers, first.request, *lists, after, first.notes)
+    return _views(written, buffers)
+
+
+def _shapes(xs: list[Node]) -> list[tuple[int, int]]:
+    return shapes_of([x.meta["val"] for x in xs])
+
+
+def _buffers(written: Written, x: Node) -> list[ir.TensorBox]:
+    device = x.meta["val"].device
+    return [_empty((size,), (1,), dtype, device) for size, dtype in written.sizes]
+
+
+def _views(written: Written, buffers: list[ir.TensorBox]) -> list[list[object]]:
+    return [
+        [lowering.as_strided(buffers[i], *place) for i, place in each] for each in written.places
+    ]
+
+
+def _empty(
+    shape: Sequence[IntLikeType],
+    strides: Sequence[IntLikeType],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ir.TensorBox:
+    """Allocate a tensor that Inductor plans the memory of."""
+    convert = convert_shape_to_inductor
+    made: ir.TensorBox = lowering.empty_strided(
+        convert(shape), convert(strides), dtype=dtype, device=device
+    )
     return made
 
 

@@ -21,7 +21,7 @@ from hybridtensor.formats import (
 )
 from hybridtensor.ops import NO_INPUTS, Cast, CastRequest
 from hybridtensor.ops.amaxes import AmaxRecord, nowhere
-from hybridtensor.ops.cast import list_operator  # noqa: F401  (registers operators of graphs)
+from hybridtensor.ops.cast import list_operator
 from hybridtensor.ops.dequantize import dequantize_reference
 from hybridtensor.ops.references.faces import define_faces
 from hybridtensor.testing import random_tensor
@@ -55,6 +55,13 @@ def quantize_into(device, row, column=None, source=None, rows=32):
     """Return arguments of ``quantize_into``."""
     x, *arguments = quantize(device, row, column, source, rows)
     return x, OPS.quantize(x, *arguments), *arguments
+
+
+def all_into(device, written, *casts, **notes):
+    """Return the first arguments of an operator of lists: matrices, what it writes, the request."""
+    xs, request = two(device), CastRequest(*casts)
+    buffers = [buffer.zero_() for buffer in written(list_operator.shapes_of(xs), request, **notes).empty(xs[0].device)]
+    return xs, buffers[0] if written is list_operator.amaxes_written else buffers, str(request)
 
 
 def face(fmt, device, seed=0):
@@ -177,22 +184,21 @@ SAMPLES = {
         "one amax": lambda device: (matrix(device), str(CastRequest(Cast(FP8_E4M3_TENSOR), Cast(FP8_E4M3_TENSOR)))),
         "rows and columns": lambda device: (matrix(device), str(CastRequest(Cast(FP8_E4M3_ROW), Cast(FP8_E4M3_ROW)))),
     },
-    "measure_all": {
-        f"{fmt}": lambda device, fmt=fmt: (two(device), str(CastRequest(Cast(fmt), Cast(fmt))))
+    "measure_all_into": {
+        f"{fmt}": lambda device, fmt=fmt: all_into(device, list_operator.amaxes_written, Cast(fmt), Cast(fmt))
         for fmt in (FP8_E4M3_TENSOR, FP8_E4M3_ROW)
     },
-    "quantize_all": {
+    "quantize_all_into": {
         "given amaxes": lambda device: (
-            two(device),
-            str(CastRequest(Cast(FP8_E4M3_TENSOR))),
+            *all_into(device, list_operator.faces_written, Cast(FP8_E4M3_TENSOR)),
             [],
             [],
             [torch.ones(1, device=device)] * 2,
             [],
         ),
+        "measured": lambda device: (*all_into(device, list_operator.faces_written, Cast(FP8_E4M3_ROW)), [], [], [], []),
         "delayed": lambda device: (
-            two(device),
-            str(CastRequest(DELAYED)),
+            *all_into(device, list_operator.faces_written, DELAYED, notes=3),
             [torch.ones(3, device=device)] * 2,
             [],
             [],
@@ -200,7 +206,13 @@ SAMPLES = {
             None,
             3,
         ),
-        "blocks": lambda device: (two(device), str(CastRequest(None, Cast(MXFP8_E4M3))), [], [], [], []),
+        "blocks": lambda device: (
+            *all_into(device, list_operator.faces_written, None, Cast(MXFP8_E4M3)),
+            [],
+            [],
+            [],
+            [],
+        ),
     },
     "swiglu": {
         "rows": lambda device: (matrix(device), matrix(device)),

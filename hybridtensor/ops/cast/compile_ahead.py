@@ -13,7 +13,7 @@ compiled, for two like it; each kernel in vain would hold up the others, whose P
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import PyTree
 
 from hybridtensor.ops.cast.lengths import few_like
+from hybridtensor.ops.cast.list_operator import measured, quantized
 from hybridtensor.ops.library import implementation
 
 _THREADS = 8
@@ -126,7 +127,15 @@ def _run(name: str, args: tuple[object, ...], device: torch.device) -> None:
     # What it raises stays in its future, which nobody asks.
     with torch.cuda.device(device), torch.no_grad():
         allocated = pytree.tree_map(_allocate, args, is_leaf=_is_zeros)
-        implementation(name, device.type)(*allocated)
+        _function(name, device.type)(*allocated)
+
+
+def _function(name: str, device_type: str) -> Callable[..., object]:
+    of_lists: dict[str, Callable[..., object]] = {
+        "measure_all": measured,
+        "quantize_all": quantized,
+    }
+    return of_lists.get(name) or implementation(name, device_type)
 
 
 def _are_on_a_gpu(tensors: list[Tensor]) -> bool:

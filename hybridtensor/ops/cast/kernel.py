@@ -148,12 +148,18 @@ def _readable_copy(x: Tensor) -> Tensor:
 
 
 class KernelCast(PreparedCast):
-    """The kernels and arguments of one kind of matrix."""
+    """The kernels and arguments of one kind of matrix.
+
+    Attributes:
+        key: What kind.
+        copies: Whether kernels cannot read such a matrix, and read a copy.
+        of_row: Number of tensors of the rowwise face.
+    """
 
     def __init__(self, key: _Key) -> None:
         self.request = request = key.request
-        self._copies = not _is_readable(key)
-        if self._copies:
+        self.copies = not _is_readable(key)
+        if self.copies:
             key = key._replace(strides=(-(-key.shape[1] // 16) * 16, 1))
         self.key = key
         source = None if request.column is None else request.source
@@ -164,7 +170,7 @@ class KernelCast(PreparedCast):
         matrix = Matrix(None, key.strides[0], key.strides[1], m, k)
         tile = tile_of(row, column, source is not None)
         draws, prologue = max(row.stream, column.stream) >= 0, None
-        if key.prologue is not None and not self._copies:
+        if key.prologue is not None and not self.copies:
             tile, prologue = computed(tile), key.prologue[0]
         tiling = Tiling.of(tile, matrix, key.dtype, draws=draws)
         if prologue is not None:
@@ -181,6 +187,7 @@ class KernelCast(PreparedCast):
             ),
             held=None if source is None else request.dtype or key.dtype,
         )
+        self.of_row = len(self.task.outputs[0].layouts)
         self._stores_row = request.row is not None
         self._draws_signs = row.draws_signs or column.draws_signs
         given = key.row_amax, key.column_amax
@@ -222,22 +229,21 @@ class KernelCast(PreparedCast):
     def tensors(self, x: Tensor, inputs: CastInputs) -> Outs:
         row, column = self.task.outputs
         outs = row.empty(), column.empty()
-        if self._copies:
-            x, inputs = self._readable(x, inputs)
-        if is_current(x.device):  # entering no context takes less time than one that does nothing
-            self._run(x, outs, inputs)
-        else:
-            with on_device(x.device):
-                self._run(x, outs, inputs)
+        self._write(x, outs, inputs)
         return outs
 
     def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
-        of_row = len(self.task.outputs[0].layouts)
-        if self._copies:
-            x, inputs = self._readable(x, inputs)
-        with on_device(x.device):
-            self._run(x, (out[:of_row], out[of_row:]), inputs)
+        self._write(x, (out[: self.of_row], out[self.of_row :]), inputs)
         increment_version(out)  # kernels write where autograd does not look
+
+    def _write(self, x: Tensor, outs: Outs, inputs: CastInputs) -> None:
+        if self.copies:
+            x, inputs = self._readable(x, inputs)
+        if is_current(x.device):  # entering no context takes less time than one that does nothing
+            self.launch(x, outs, inputs)
+        else:
+            with on_device(x.device):
+                self.launch(x, outs, inputs)
 
     def _readable(self, x: Tensor, inputs: CastInputs) -> tuple[Tensor, CastInputs]:
         """Return a copy of the matrix that kernels can read, with matching inputs."""
@@ -247,12 +253,12 @@ class KernelCast(PreparedCast):
 
     def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Measure both faces' amaxes; raise ValueError if the formats have none per tensor or row."""
-        x = _readable_copy(x) if self._copies else x
+        x = _readable_copy(x) if self.copies else x
         with on_device(x.device):
             return self._measures.run(x)
 
     def measure_into(self, x: Tensor, out: Tensor) -> None:
-        if self._copies:
+        if self.copies:
             of_row, of_column = self.measure(x)
             out.copy_(of_row if self.request.column is None else of_column)
             return
@@ -303,8 +309,8 @@ class KernelCast(PreparedCast):
         )
         return CastLaunch(task, column=face, store=False)
 
-    def _run(self, x: Tensor, outs: Outs, inputs: CastInputs) -> None:
-        """Measure missing amaxes, and cast."""
+    def launch(self, x: Tensor, outs: Outs, inputs: CastInputs) -> None:
+        """Measure missing amaxes, and cast a matrix that kernels can read, on the current device."""
         if self._draws_signs:
             check_draws(self.request, inputs)
         if inputs is NO_INPUTS and self.measure_held is None:  # most are
@@ -354,7 +360,7 @@ class KernelCast(PreparedCast):
         return guess, RecastLaunch(self.task, store=store)
 
     def _run_by(self, hint: Hint, x: Tensor, outs: Outs, prologue: Prologue | None) -> None:
-        """Cast in one pass if the hint's amax gives the right scale, with the bits of ``_run``."""
+        """Cast in one pass if the hint's amax gives the right scale, with the bits of ``launch``."""
         stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
         last = hint.last(x.device, stream)
         if last is not None:

@@ -1,50 +1,257 @@
 """The operators that compiled graphs measure and cast the weights of a region with, in one launch each.
 
-Only ``ops.inductor`` puts them into graphs, whose code calls ``measured`` and ``quantized``: what these return are
-views of one buffer, which operators may not return.
+Only ``ops.inductor`` puts them into graphs. They write into buffers that it allocates, of which the results are views.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridtensor.ops.cast.definition import tensors_of
-from hybridtensor.ops.cast.multi_tensor import measure_all, quantize_all
-from hybridtensor.ops.cast.operator import amaxes_of, faces_like, share_amax
-from hybridtensor.ops.cast.request import CastInputs, CastRequest, parse_request
-from hybridtensor.ops.library import define
+from hybridtensor.ops.cast.lists import AmaxBuffer, FaceBuffers, ListCast, ListMeasurement, Place
+from hybridtensor.ops.cast.multi_tensor import (
+    cast_alone,
+    measure_all,
+    split_and_launch,
+    to_measure,
+    with_amaxes,
+)
+from hybridtensor.ops.cast.operator import share_amax
+from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest, parse_request
+from hybridtensor.ops.library import define, is_captured
 
-_ALIGNED = 4  # numbers of four bytes: kernels are compiled for records at multiples of 16 bytes
+_NUMBERS = 4  # of four bytes: records begin at multiples of 16 bytes
+_MOST_REGIONS = 1024
 
 
-def measured(xs: list[Tensor], request: str) -> list[Tensor]:
-    """Return the fp32 amaxes of both faces of each matrix, or the shared one."""
-    parsed = parse_request(request)
-    pairs = measure_all(xs, parsed)
-    return [amax for pair in pairs for amax in pair[: _count(parsed)]]
+class Written(NamedTuple):
+    """What an operator of lists writes.
+
+    Attributes:
+        sizes: Entries and dtype of each buffer.
+        places: Of each matrix's tensors, in order: the index of a buffer, and the place in it.
+    """
+
+    sizes: list[tuple[int, torch.dtype]]
+    places: list[list[tuple[int, Place]]]
+
+    def empty(self, device: torch.device) -> list[Tensor]:
+        """Allocate the buffers."""
+        return [torch.empty(size, dtype=dtype, device=device) for size, dtype in self.sizes]
+
+    def views(self, buffers: list[Tensor]) -> list[list[Tensor]]:
+        """Return each matrix's tensors."""
+        return [[buffers[i].as_strided(*place) for i, place in each] for each in self.places]
 
 
-def _count(request: CastRequest) -> int:
-    return 1 if share_amax(request) else 2
+def amaxes_written(shapes: list[tuple[int, int]], request: CastRequest) -> Written:
+    """Return where the amaxes of both faces, or the shared one, of matrices ``[M, K]`` are written."""
+    amaxes, count = AmaxBuffer(request, shapes), 1 if share_amax(request) else 2
+    places = [[(0, place) for place in of_faces[:count]] for of_faces in amaxes.places]
+    return Written([(amaxes.size, torch.float32)], places)
+
+
+def faces_written(shapes: list[tuple[int, int]], request: CastRequest, notes: int = 0) -> Written:
+    """Return where both faces of matrices ``[M, K]`` are written, and the records of ``notes`` amaxes."""
+    row = FaceBuffers(request.row, shapes)
+    column = FaceBuffers(request.column, [(k, m) for m, k in shapes])
+    sizes, of_faces = [*row.sizes, *column.sizes], zip(row.places, column.places, strict=True)
+    places = [list(enumerate([*of_row, *of_column])) for of_row, of_column in of_faces]
+    if notes:
+        for of_matrix, record in zip(places, _records(len(shapes), notes), strict=True):
+            of_matrix.append((len(sizes), record))
+        sizes.append((len(shapes) * _pitch(notes), torch.float32))
+    return Written(sizes, places)
+
+
+def _records(count: int, size: int) -> list[Place]:
+    return [((size,), (1,), index * _pitch(size)) for index in range(count)]
+
+
+def _pitch(size: int) -> int:
+    return -(-size // _NUMBERS) * _NUMBERS
+
+
+def shapes_of(xs: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [(x.shape[0], x.shape[1]) for x in xs]
+
+
+class MeasureAllInGraph:
+    """The measurement of a region's weights at one place of a graph, by their addresses: equal blocks share graphs."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], ListMeasurement] = {}
+
+    def __call__(self, xs: list[Tensor], out: Tensor, request: str) -> None:
+        """Measure ``xs`` into ``out`` as the operator ``measure_all_into`` does."""
+        out.zero_()
+        addresses = tuple([x.data_ptr() for x in xs])
+        launch = None if is_captured() else self._known.get(addresses)
+        if launch is None:
+            parsed = parse_request(request)
+            launch = split_and_launch(ListMeasurement, xs, parsed).of_all
+            if launch is None:
+                _measure_alone(xs, out, parsed)
+                return
+            _keep(self._known, addresses, launch)
+        launch.run_into(xs, out)
+
+
+def _measure_alone(xs: list[Tensor], out: Tensor, request: CastRequest) -> None:
+    into = amaxes_written(shapes_of(xs), request).views([out])
+    for x, of_matrix in zip(xs, into, strict=True):
+        amaxes = cast_alone(x, request, NO_INPUTS).measure(x)
+        for target, amax in zip(of_matrix, amaxes, strict=False):
+            target.copy_(amax)
+
+
+class QuantizeAllInGraph:
+    """The casts of a region's weights at one place of a graph, by their addresses: equal blocks share graphs."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], _Launches] = {}
+
+    def __call__(
+        self,
+        xs: list[Tensor],
+        out: list[Tensor],
+        request: str,
+        scales: list[Tensor],
+        records: list[Tensor],
+        row_amaxes: list[Tensor],
+        column_amaxes: list[Tensor],
+        after: Tensor | None = None,
+        notes: int = 0,
+    ) -> None:
+        """Cast ``xs`` into ``out`` as the operator ``quantize_all_into`` does."""
+        if notes:
+            *out, noted = out
+            noted.zero_()
+            records = [noted]
+        # Amaxes are elsewhere in each step; a launch's table contains how far apart they are.
+        addresses = (
+            *[
+                tensor.data_ptr()
+                for each in (xs, scales, () if notes else records)
+                for tensor in each
+            ],
+            *[
+                amax.data_ptr() - each[0].data_ptr()
+                for each in (row_amaxes, column_amaxes)
+                for amax in each
+            ],
+        )
+        known = None if is_captured() else self._known.get(addresses)
+        if known is None:
+            if notes:
+                records = [noted.as_strided(*place) for place in _records(len(xs), notes)]
+            self._prepare(addresses, xs, out, request, scales, records, row_amaxes, column_amaxes)
+            return
+        scale, record, *amaxes = [
+            each[0] if each else None for each in (scales, records, row_amaxes, column_amaxes)
+        ]
+        given = CastInputs(scale, record, None, 0, amaxes[0], amaxes[1])
+        if known.measured is not None:
+            missing, measurement = known.measured
+            given = with_amaxes(given, missing, measurement.of_first(xs))
+        known.cast.run_into_buffers(xs[0], given, out)
+
+    def _prepare(
+        self,
+        addresses: tuple[int, ...],
+        xs: list[Tensor],
+        out: list[Tensor],
+        request: str,
+        *lists: list[Tensor],
+    ) -> None:
+        """Cast, and keep the launches for the next call with these addresses."""
+        parsed, together = parse_request(request), [*lists[:2], *map(_together, lists[2:])]
+        inputs = _inputs(len(xs), *together)
+        missing = to_measure(parsed, inputs[0])
+        if missing is not None:
+            pairs = zip(inputs, measure_all(xs, missing), strict=True)
+            inputs = [with_amaxes(given, missing, found) for given, found in pairs]
+        cast = split_and_launch(ListCast, xs, parsed, inputs).of_all
+        if cast is None:
+            into = faces_written(shapes_of(xs), parsed).views(out)
+            for x, of_matrix, given in zip(xs, into, inputs, strict=True):
+                cast_alone(x, parsed, given).run_into(x, of_matrix, given)
+            return
+        cast.run_into_buffers(xs[0], inputs[0], out)
+        if all(mine is each for mine, each in zip(together, lists, strict=True)):
+            measurement = missing and split_and_launch(ListMeasurement, xs, missing).of_all
+            measured = (missing, measurement) if missing and measurement else None
+            _keep(self._known, addresses, _Launches(measured, cast))
+
+
+class _Launches(NamedTuple):
+    """What casts the weights of a region: after a measurement if amaxes are missing."""
+
+    measured: tuple[CastRequest, ListMeasurement] | None
+    cast: ListCast
+
+
+def _inputs(
+    count: int,
+    scales: list[Tensor],
+    records: list[Tensor],
+    row_amaxes: list[Tensor],
+    column_amaxes: list[Tensor],
+) -> list[CastInputs]:
+    """Return the inputs of each matrix; lists without entries are empty."""
+    nothing = [None] * count
+    given = [each or nothing for each in (scales, records, row_amaxes, column_amaxes)]
+    return [
+        CastInputs(scale, record, None, 0, row_amax, column_amax)
+        for scale, record, row_amax, column_amax in zip(*given, strict=True)
+    ]
+
+
+def _together(amaxes: list[Tensor]) -> list[Tensor]:
+    """Copy amaxes into one buffer, unless they are in one."""
+    if len({amax.untyped_storage().data_ptr() for amax in amaxes}) <= 1:
+        return amaxes
+    return list(torch.cat(amaxes).split([len(amax) for amax in amaxes]))
+
+
+def _keep(known: dict[Any, Any], addresses: tuple[int, ...], launch: object) -> None:
+    if len(known) >= _MOST_REGIONS:
+        known.clear()
+    known[addresses] = launch
+
+
+def _measure_all(xs: list[Tensor], out: Tensor, request: str) -> None:
+    MeasureAllInGraph()(xs, out, request)
 
 
 MEASURE_ALL = define(
-    "measure_all(Tensor[] xs, str request) -> Tensor[]",
-    reference=lambda xs, request: _distinct(measured(xs, request)),
-    fake=lambda xs, request: [amax for x in xs for amax in amaxes_of(x, parse_request(request))],
+    "measure_all_into(Tensor[] xs, Tensor(a!) out, str request) -> ()",
+    reference=_measure_all,
+    fake=lambda *_: None,
 )
 
 
-def _distinct(made: list[Tensor]) -> list[Tensor]:
-    """Remove tensors that are in the list twice."""
-    return [
-        tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-        for tensor in made
-    ]
+def _quantize_all(*args: Any, **options: Any) -> None:
+    QuantizeAllInGraph()(*args, **options)
+
+
+QUANTIZE_ALL = define(
+    "quantize_all_into(Tensor[] xs, Tensor(a!)[] out, str request, Tensor[] encode_scales, Tensor[] records, "
+    "Tensor[] row_amaxes, Tensor[] column_amaxes, Tensor? after=None, int notes=0) -> ()",
+    reference=_quantize_all,
+    fake=lambda *_, **__: None,
+)
+
+
+def measured(xs: list[Tensor], request: str) -> list[Tensor]:
+    """Return what a graph has of ``MEASURE_ALL``: the fp32 amaxes of each matrix, one after the other."""
+    written = amaxes_written(shapes_of(xs), parse_request(request))
+    buffers = written.empty(xs[0].device)
+    MEASURE_ALL(xs, buffers[0], request)
+    return [tensor for of_matrix in written.views(buffers) for tensor in of_matrix]
 
 
 def quantized(
@@ -57,61 +264,8 @@ def quantized(
     after: Tensor | None = None,
     notes: int = 0,
 ) -> list[Tensor]:
-    """Quantize each matrix as ``quantize`` does; input lists without entries are empty."""
-    parsed = parse_request(request)
-    measures = [cast is not None and cast.measures is not None for cast in parsed[:2]]
-    if (measures[0] and not row_amaxes) or (measures[1] and not column_amaxes):
-        pairs = measure_all(xs, parsed)
-        row_amaxes = [pair[0] for pair in pairs] if measures[0] else []
-        column_amaxes = [pair[1] for pair in pairs] if measures[1] else []
-    noted = _zeros(len(xs), notes, xs[0].device) if notes else []
-    nothing = [None] * len(xs)
-    parts = zip(
-        scales or nothing,
-        noted or records or nothing,
-        nothing,
-        [0] * len(xs),
-        _together(row_amaxes) or nothing,
-        _together(column_amaxes) or nothing,
-        strict=True,
-    )
-    given = [CastInputs(*of_matrix) for of_matrix in parts]
-    made = quantize_all(xs, parsed, given)
-    return _in_order([tensors_of(faces) for faces in made], noted)
-
-
-def _zeros(count: int, size: int, device: torch.device) -> list[Tensor]:
-    pitch = -(-size // _ALIGNED) * _ALIGNED
-    records = torch.zeros(count, pitch, dtype=torch.float32, device=device)
-    return list(records[:, :size].unbind())
-
-
-def _together(amaxes: list[Tensor]) -> list[Tensor]:
-    """Copy amaxes into one buffer, as if measured together: a launch's table contains their distances."""
-    if len({amax.untyped_storage().data_ptr() for amax in amaxes}) <= 1:
-        return amaxes
-    return list(torch.cat(amaxes).split([len(amax) for amax in amaxes]))
-
-
-def _in_order(made: Sequence[Sequence[Tensor]], noted: list[Tensor]) -> list[Tensor]:
-    """Return each matrix's tensors followed by its record, as ``quantize`` does."""
-    ends = [[record] for record in noted] or [[]] * len(made)
-    return [
-        tensor for of_matrix, end in zip(made, ends, strict=True) for tensor in (*of_matrix, *end)
-    ]
-
-
-def _faces_fake(
-    xs: list[Tensor], request: str, *others: Any, after: object = None, notes: int = 0
-) -> list[Tensor]:
-    notes = others[5] if len(others) > 5 else notes
-    parsed = parse_request(request)
-    return [tensor for x in xs for tensor in faces_like(x, parsed, notes)]
-
-
-QUANTIZE_ALL = define(
-    "quantize_all(Tensor[] xs, str request, Tensor[] encode_scales, Tensor[] records, Tensor[] row_amaxes, "
-    "Tensor[] column_amaxes, Tensor? after=None, int notes=0) -> Tensor[]",
-    reference=lambda *inputs, **options: _distinct(quantized(*inputs, **options)),
-    fake=_faces_fake,
-)
+    """Return what a graph has of ``QUANTIZE_ALL``: the tensors of each matrix, one after the other."""
+    written = faces_written(shapes_of(xs), parse_request(request), notes)
+    buffers = written.empty(xs[0].device)
+    QUANTIZE_ALL(xs, buffers, request, scales, records, row_amaxes, column_amaxes, after, notes)
+    return [tensor for of_matrix in written.views(buffers) for tensor in of_matrix]

@@ -32,6 +32,8 @@ _AMAXES = 4  # entries: kernels are compiled for amaxes at multiples of 16 bytes
 
 Amaxes = tuple[Tensor, Tensor]
 """Of the rowwise and of the columnwise face."""
+Place = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides and offset of a tensor in a buffer."""
 
 
 class Distances(NamedTuple):
@@ -138,33 +140,48 @@ class List:
         self.owners = lasting(lambda: owners.to(device), device)
 
 
+class AmaxBuffer:
+    """Where the amaxes of matrices ``[M, K]`` of these shapes are in one fp32 buffer.
+
+    Attributes:
+        size: Of the buffer, in numbers.
+        starts: Of the rowwise and the columnwise face's amaxes of each matrix.
+        places: Of the same; one place where both faces have one amax.
+        is_shared: Whether they have.
+    """
+
+    def __init__(self, request: CastRequest, shapes: Sequence[tuple[int, int]]) -> None:
+        faces = KernelFace.of(request.row), KernelFace.of(request.column)
+        per_row = [face.kind in PER_ROW for face in faces]
+        self.is_shared = all(
+            face.kind in MEASURED and not face.rotated for face in faces
+        ) and not any(per_row)
+        sizes = [(m if per_row[0] else 1, k if per_row[1] else 1) for m, k in shapes]
+        rooms = [-(-size // _AMAXES) * _AMAXES for pair in sizes for size in pair]
+        ends = list(itertools.accumulate(rooms, initial=0))
+        self.starts, self.size = list(zip(ends[:-1:2], ends[1::2], strict=True)), ends[-1]
+        self.places: list[tuple[Place, Place]] = []
+        for (of_row, of_column), (rows, columns) in zip(self.starts, sizes, strict=True):
+            row = (rows,), (1,), of_row
+            self.places.append((row, row if self.is_shared else ((columns,), (1,), of_column)))
+
+
 class ListMeasurement(List):
     """The launch that measures; see ``measure_all``."""
 
     def __init__(self, xs: Sequence[Tensor], request: CastRequest, distances: Distances) -> None:
         super().__init__(xs, request, distances)
+        self._amaxes = amaxes = AmaxBuffer(request, self.shapes)
         wanted = [face.kind in MEASURED for face in self.faces]
-        per_row = [face.kind in PER_ROW for face in self.faces]
-        plain = [
-            not rows and not face.rotated for rows, face in zip(per_row, self.faces, strict=True)
-        ]
-        self._one = all(wanted) and all(plain)  # both faces are scaled by the amax of the matrix
-        wanted[1] = wanted[1] and not self._one
-        self._sizes = [(m if per_row[0] else 1, k if per_row[1] else 1) for m, k in self.shapes]
-        rooms = [-(-size // _AMAXES) * _AMAXES for sizes in self._sizes for size in sizes]
-        ends = list(itertools.accumulate(rooms, initial=0))
-        self._starts, self._size = ends[:-1], ends[-1]
-        of_row, of_column = self._starts[::2], self._starts[1::2]
+        wanted[1] = wanted[1] and not amaxes.is_shared
         # Of a face a measurement only reads the last entry, where its amaxes are.
-        self.upload(
-            distances,
-            [[0] * 5 + [at] for at in of_row],
-            [[0] * 5 + [at] for at in of_column],
-            xs[0].device,
+        of_rows, of_columns = (
+            [[0] * 5 + [at] for at in each] for each in zip(*amaxes.starts, strict=True)
         )
+        self.upload(distances, of_rows, of_columns, xs[0].device)
         row, column = (
-            MeasureConstants(wanted=asked, per_row=rows, rotated=face.rotated)
-            for asked, rows, face in zip(wanted, per_row, self.faces, strict=True)
+            MeasureConstants(wanted=asked, per_row=face.kind in PER_ROW, rotated=face.rotated)
+            for asked, face in zip(wanted, self.faces, strict=True)
         )
         self._launch = Launch(
             "multi_tensor",
@@ -177,16 +194,25 @@ class ListMeasurement(List):
         )
 
     def run(self, xs: Sequence[Tensor]) -> list[Amaxes]:
-        amaxes = torch.zeros(self._size, dtype=torch.float32, device=xs[0].device)
+        return self._views(xs, self._amaxes.places)
+
+    def of_first(self, xs: Sequence[Tensor]) -> Amaxes:
+        """Measure all matrices, and return the amaxes of the first one, from which those of the others are apart."""
+        return self._views(xs, self._amaxes.places[:1])[0]
+
+    def _views(self, xs: Sequence[Tensor], places: list[tuple[Place, Place]]) -> list[Amaxes]:
+        amaxes = torch.zeros(self._amaxes.size, dtype=torch.float32, device=xs[0].device)
+        self.run_into(xs, amaxes)
+        found: list[Amaxes] = []
+        for of_row, of_column in places:
+            row = amaxes.as_strided(*of_row)
+            found.append((row, row if of_column is of_row else amaxes.as_strided(*of_column)))
+        return found
+
+    def run_into(self, xs: Sequence[Tensor], amaxes: Tensor) -> None:
+        """Measure into an ``AmaxBuffer`` of zeros."""
         with on_device(xs[0].device):
             self._launch(xs[0], amaxes, amaxes, self.table, self.owners)
-        found: list[Amaxes] = []
-        for index, sizes in enumerate(self._sizes):
-            of_row, of_column = self._starts[2 * index : 2 * index + 2]
-            row = amaxes.as_strided((sizes[0],), (1,), of_row)
-            column = row if self._one else amaxes.as_strided((sizes[1],), (1,), of_column)
-            found.append((row, column))
-        return found
 
 
 class ListCast(List):
@@ -201,10 +227,10 @@ class ListCast(List):
     ) -> None:
         super().__init__(xs, request, distances)
         first, (row, column) = xs[0], self.faces
-        self._row = _Buffers(request.row, self.shapes, outs)
+        self._row = FaceBuffers(request.row, self.shapes, outs)
         turned, of_row = [(k, m) for m, k in self.shapes], self._row.count
         others = None if outs is None else [out[of_row:] for out in outs]
-        self._column = _Buffers(request.column, turned, others)
+        self._column = FaceBuffers(request.column, turned, others)
         self.upload(
             distances,
             self._row.entries(distances.row_amaxes),
@@ -237,19 +263,24 @@ class ListCast(List):
     def run(self, xs: Sequence[Tensor], inputs: Sequence[CastInputs]) -> list[Faces]:
         """Return the faces of each matrix, newly allocated."""
         row, column = (buffers.empty(xs[0].device) for buffers in (self._row, self._column))
-        self._start(xs[0], inputs[0], row, column)
+        self.start(xs[0], inputs[0], row, column)
         return list(zip(self._row.faces(row), self._column.faces(column), strict=True))
+
+    def run_into_buffers(self, first: Tensor, given: CastInputs, buffers: list[Tensor]) -> None:
+        """Write the faces into buffers as ``FaceBuffers`` says; the matrix and its inputs are the first ones."""
+        of_row = self._row.count
+        self.start(first, given, buffers[:of_row], buffers[of_row:])
 
     def run_into(
         self, xs: Sequence[Tensor], inputs: Sequence[CastInputs], outs: Sequence[list[Tensor]]
     ) -> None:
         """Write the faces into tensors at the addresses that this was prepared for."""
         of_row = self._row.count
-        self._start(xs[0], inputs[0], outs[0][:of_row], outs[0][of_row:])
+        self.start(xs[0], inputs[0], outs[0][:of_row], outs[0][of_row:])
         # Kernels write where autograd does not look.
         increment_version([tensor for out in outs for tensor in out])
 
-    def _start(
+    def start(
         self, first: Tensor, given: CastInputs, row: list[Tensor], column: list[Tensor]
     ) -> None:
         launch = self._launch
@@ -283,27 +314,32 @@ def _partial(contractions: list[int], step: int) -> int:
     return next((size for size in contractions if size % step), contractions[0])
 
 
-class _Buffers:
-    """The memory of one face of all matrices: buffers of elements, scales and tensor scales."""
+class FaceBuffers:
+    """The memory of one face of all matrices: buffers of elements, scales and tensor scales.
+
+    Attributes:
+        sizes: Entries and dtype of each buffer.
+        places: Of the face's tensors in the buffers, for each matrix.
+    """
 
     def __init__(
         self,
         cast: Cast | None,
-        shapes: list[tuple[int, int]],
-        outs: Sequence[list[Tensor]] | None,
+        shapes: Sequence[tuple[int, int]],
+        outs: Sequence[list[Tensor]] | None = None,
     ) -> None:
         self._kind = None if cast is None else FaceKind(cast.format)
         layouts = [() if cast is None else numeric_layouts(cast.format, *shape) for shape in shapes]
         by_buffer = list(zip(*layouts, strict=True))
         self.count = len(by_buffer)
         ends = [list(itertools.accumulate(map(_room, each), initial=0)) for each in by_buffer]
-        self._buffers = [
+        self.sizes = [
             (of_buffer[-1], each[0].dtype) for of_buffer, each in zip(ends, by_buffer, strict=True)
         ]
         starts: list[Any] = list(ends)
         if outs is not None:
             starts = [_apart(tuple(out[number] for out in outs)) for number in range(self.count)]
-        self._places = [
+        self.places: list[list[Place]] = [
             [
                 (layout.shape, layout.strides, of_buffer[i])
                 for layout, of_buffer in zip(of_matrix, starts, strict=True)
@@ -313,24 +349,24 @@ class _Buffers:
 
     def entries(self, amaxes: tuple[int, ...] | None) -> list[list[int]]:
         """Return the table entries of each matrix's face; ``amaxes`` are offsets of its amaxes."""
-        measured = (0,) * len(self._places) if amaxes is None else amaxes
+        measured = (0,) * len(self.places) if amaxes is None else amaxes
         lines = []
-        for places, amax in zip(self._places, measured, strict=True):
+        for places, amax in zip(self.places, measured, strict=True):
             starts = (*(start for _, _, start in places), 0, 0, 0)[:3]
             strides = places[1][1] if len(places) > 1 else (0, 0)
             lines.append([*starts, *strides, amax])
         return lines
 
     def empty(self, device: torch.device) -> list[Tensor]:
-        return [torch.empty(size, dtype=dtype, device=device) for size, dtype in self._buffers]
+        return [torch.empty(size, dtype=dtype, device=device) for size, dtype in self.sizes]
 
     def faces(self, buffers: list[Tensor]) -> list[Face | None]:
         kind = self._kind
         if kind is None:
-            return [None] * len(self._places)
+            return [None] * len(self.places)
         return [
             Face.of([b.as_strided(*place) for b, place in zip(buffers, places, strict=True)], kind)
-            for places in self._places
+            for places in self.places
         ]
 
 

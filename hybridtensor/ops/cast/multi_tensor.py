@@ -32,14 +32,14 @@ _ALIGNMENT = 128  # bytes: whole vectors of every dtype begin at divisors
 
 def measure_all(xs: Sequence[Tensor], request: CastRequest) -> list[Amaxes]:
     """Return the amaxes of each plain, non-empty matrix ``[M, K]`` on one device; see ``PreparedCast.measure``."""
-    how = _split_and_launch(ListMeasurement, xs, request)
+    how = split_and_launch(ListMeasurement, xs, request)
     found: dict[int, Amaxes] = {}
     if how.launch is not None:
         if not how.alone:
             return how.launch.run(xs)
         found.update(zip(how.together, how.launch.run([xs[i] for i in how.together]), strict=True))
     for i in how.alone:
-        found[i] = _alone(xs[i], request, NO_INPUTS).measure(xs[i])
+        found[i] = cast_alone(xs[i], request, NO_INPUTS).measure(xs[i])
     return [found[i] for i in range(len(xs))]
 
 
@@ -47,7 +47,7 @@ def quantize_all(
     xs: Sequence[Tensor], request: CastRequest, inputs: Sequence[CastInputs]
 ) -> list[Faces]:
     """Return the faces of each matrix, with the bits of ``ops.quantize``; all inputs are of the same kinds."""
-    how = _split_and_launch(ListCast, xs, request, inputs)
+    how = split_and_launch(ListCast, xs, request, inputs)
     found: dict[int, Faces] = {}
     if how.launch is not None:
         if not how.alone:
@@ -56,7 +56,7 @@ def quantize_all(
         made = how.launch.run([xs[i] for i in how.together], given)
         found.update(zip(how.together, made, strict=True))
     for i in how.alone:
-        found[i] = _alone(xs[i], request, inputs[i]).run(xs[i], inputs[i])
+        found[i] = cast_alone(xs[i], request, inputs[i]).run(xs[i], inputs[i])
     return [found[i] for i in range(len(xs))]
 
 
@@ -78,7 +78,7 @@ class PreparedList:
         self._together, self._request = together, request
         self._alone = [(i, casts[i], outs[i], inputs[i]) for i in alone]
         self._outs, self._inputs = [outs[i] for i in together], [inputs[i] for i in together]
-        self._measured = _to_measure(request, inputs[0])
+        self._measured = to_measure(request, inputs[0])
         self._measurement: ListMeasurement | None = None
         self._cast: ListCast | None = None
 
@@ -95,20 +95,22 @@ class PreparedList:
 
     def _with_amaxes(self, xs: Sequence[Tensor]) -> list[CastInputs]:
         """Measure the missing amaxes, and return the inputs with them."""
-        row, column, *_ = request = self._measured or CastRequest(None)
+        request = self._measured or CastRequest(None)
         if self._measurement is None:
             self._measurement = ListMeasurement(xs, request, Distances.of(xs, ()))
         found = zip(self._inputs, self._measurement.run(xs), strict=True)
-        return [
-            given._replace(
-                row_amax=given.row_amax if row is None else of_row,
-                column_amax=given.column_amax if column is None else of_column,
-            )
-            for given, (of_row, of_column) in found
-        ]
+        return [with_amaxes(given, request, amaxes) for given, amaxes in found]
 
 
-def _to_measure(request: CastRequest, given: CastInputs) -> CastRequest | None:
+def with_amaxes(given: CastInputs, measured: CastRequest, amaxes: Amaxes) -> CastInputs:
+    """Return inputs with the amaxes of the faces that were measured."""
+    return given._replace(
+        row_amax=given.row_amax if measured.row is None else amaxes[0],
+        column_amax=given.column_amax if measured.column is None else amaxes[1],
+    )
+
+
+def to_measure(request: CastRequest, given: CastInputs) -> CastRequest | None:
     """Return the request for the faces whose amaxes are missing, or None."""
     row, column = (
         cast if cast is not None and cast.measures is not None and amax is None else None
@@ -127,11 +129,16 @@ class _Split(NamedTuple, Generic[L]):
     alone: list[int]
     launch: L | None
 
+    @property
+    def of_all(self) -> L | None:
+        """The launch if it casts every matrix, else None."""
+        return None if self.alone else self.launch
+
 
 _LISTS: LaunchTables[_Split[Any]] = LaunchTables(most=1024)
 
 
-def _split_and_launch(
+def split_and_launch(
     kind: type[L],
     xs: Sequence[Tensor],
     request: CastRequest,
@@ -175,5 +182,6 @@ def is_whole(x: Tensor) -> bool:
     return lies_well and m % _WHOLE == 0 == k % _WHOLE and x.data_ptr() % (_WHOLE * x.itemsize) == 0
 
 
-def _alone(x: Tensor, request: CastRequest, inputs: CastInputs) -> PreparedCast:
+def cast_alone(x: Tensor, request: CastRequest, inputs: CastInputs) -> PreparedCast:
+    """Return the cast of one matrix of a list."""
     return cast_on_gpu(x, request, inputs) if x.is_cuda else reference_cast(request)

@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 
 from hybridtensor.ops.amaxes import Notes
 from hybridtensor.ops.cast.definition import ReferenceCast, reference_cast, tensors_of
+from hybridtensor.ops.cast.in_graphs import CastInGraph
 from hybridtensor.ops.cast.kernel import cast_on_gpu
 from hybridtensor.ops.cast.prepared import Faces
 from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest, parse_request
@@ -117,20 +118,12 @@ def _reference_into(x: Tensor, out: list[Tensor], request: str, *inputs: object)
     increment_version(out)  # where a mode watches, autograd does not see the copies
 
 
-def _into_on_a_gpu(x: Tensor, out: list[Tensor], request: str, *inputs: Any) -> None:
-    if x.numel() == 0:
-        _reference_into(x, out, request, *inputs)
-        return
-    parsed, taken = parse_request(request), CastInputs(*inputs)
-    cast_on_gpu(x, parsed, taken).run_into(x, out, taken)
-
-
-_QUANTIZE_INTO = define(
-    f"quantize_into(Tensor x, Tensor(a!)[] out, {_INPUTS}) -> ()",
+QUANTIZE_INTO = define(
+    f"quantize_into(Tensor x, Tensor(a!)[] out, {_INPUTS}, {_IN_GRAPHS}) -> ()",
     reference=_reference_into,
     fake=lambda *_: None,
 )
-implement("quantize_into", _into_on_a_gpu)
+implement("quantize_into", lambda *args: CastInGraph()(*args))
 
 
 class OperatorCast(ReferenceCast):
@@ -162,7 +155,7 @@ class OperatorCast(ReferenceCast):
     def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
         if inputs.prologue is not None:
             x = inputs.prologue.matrix(x)
-        _QUANTIZE_INTO(x, out, self._text, *inputs[:_NUM_INPUTS])
+        QUANTIZE_INTO(x, out, self._text, *inputs[:_NUM_INPUTS])
 
     def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
         amaxes = MEASURE(x, self._text)
