@@ -324,6 +324,13 @@ class HybridConfig(AOBaseConfig):
         )
         return left, right
 
+    def __copy__(self) -> HybridConfig:
+        return self
+
+    # Nothing in it changes. Guards of compiled graphs compare weights' configs with copies, in every call.
+    def __deepcopy__(self, memo: object) -> HybridConfig:
+        return self
+
     def __str__(self) -> str:
         """Return a spec that ``parse`` reads back, or the constructor where no spec says it."""
         return _spec_of(self) or repr(self)
