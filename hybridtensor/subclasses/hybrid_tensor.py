@@ -209,11 +209,14 @@ class HybridTensor(InterceptingTensor):
         face = self.require_face("rowwise", name="weight", gemm="output")
         return rowwise_face(face, self.dtype, stack=self.is_stack)
 
-    def carried(self) -> tuple[list[str], Metadata | None]:
-        """See ``InterceptingTensor.carried``; records that a graph holds a gathered weight's faces."""
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Metadata, Metadata | None]]:
+        # A graph holds a gathered weight's faces
         if self.record.gathered is not None:
             self.record.gathered.note_traced()
-        return super().carried()
+        return super().__tensor_flatten__()
+
+    def there(self) -> tuple[bool, ...]:
+        return self.rowwise is not None, self.columnwise is not None
 
     def like(self, other: Self) -> Self:
         """See ``InterceptingTensor.like``; also copies the gathered faces' record and the layers of a quantized

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,16 @@ class PreAllGather:
     __signature__ = inspect.Signature(list(inspect.signature(__call__).parameters.values())[1:])
 
 
+class _Flattened(NamedTuple):
+    """What ``__tensor_flatten__`` returned, and what it depends on."""
+
+    state: StateTensors
+    config: HybridConfig | None
+    first: int | None
+    there: tuple[bool, ...]
+    result: tuple[list[str], tuple[Metadata, Metadata | None]]
+
+
 class InterceptingTensor(WrapperTensor):
     """A wrapper that sees torch functions, such as ``F.linear``, before autograd takes them apart.
 
@@ -90,7 +100,8 @@ class InterceptingTensor(WrapperTensor):
 
     functions: ClassVar[OpTable]
     gathering: ClassVar[Gathering | None] = None  # hybridtensor.distributed.fsdp enters it
-    transient_names: ClassVar[tuple[str, ...]] = ("record", "_empty_storage")
+    transient_names: ClassVar[tuple[str, ...]] = ("record", "_empty_storage", "_flattened")
+    _flattened: _Flattened | None = None
     config: HybridConfig | None
     record: WeightRecord
 
@@ -162,6 +173,29 @@ class InterceptingTensor(WrapperTensor):
         if isinstance(layer, LayerState):  # in a graph its tensors
             record.context = made
         return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Metadata, Metadata | None]]:
+        # Guards and AOTAutograd ask three times per call of a graph. The state's tensors are new if anything of the
+        # layer changed, and always where a common scale must be renewed.
+        record, known, there = self.record, self._flattened, self.there()
+        layer = record.layer
+        state = layer.tensors() if isinstance(layer, LayerState) else None
+        if (
+            known is not None
+            and known.state is state
+            and known.config is self.config
+            and known.first == record.first
+            and known.there == there
+        ):
+            return known.result
+        result = super().__tensor_flatten__()
+        if state is not None:
+            self._flattened = _Flattened(state, self.config, record.first, there, result)
+        return result
+
+    def there(self) -> tuple[bool, ...]:
+        """Return which of the inner tensors that may be None are there."""
+        return ()
 
     def carried(self) -> tuple[list[str], Metadata | None]:
         """See ``WrapperTensor.carried``: tensors of the layer's state, without its name, so that equal layers share

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -11,22 +11,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hybridtensor.arguments import require_dtype, require_flag, wrong
 from hybridtensor.ops.library import is_captured
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.state import LayerState, StateTensors
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.kept_faces import place_of, stream_of
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.quantized_when_used import QuantizedWhenUsed
 from hybridtensor.subclasses.record import WeightRecord, version_of
 from hybridtensor.subclasses.wrapper import Metadata, Size, Stride, require_plain
-
-
-class _Flattened(NamedTuple):
-    """What ``__tensor_flatten__`` returned, and what it depends on."""
-
-    state: StateTensors
-    config: HybridConfig | None
-    first: int | None
-    result: tuple[list[str], tuple[Metadata, Metadata | None]]
 
 
 class MasterWeight(QuantizedWhenUsed):
@@ -51,8 +41,7 @@ class MasterWeight(QuantizedWhenUsed):
     inner_names = ("plain",)
     former_names: ClassVar[dict[str, str]] = {"master": "plain"}
     metadata_names = ("config",)
-    transient_names = (*InterceptingTensor.transient_names, "_seen", "place", "_flattened")
-    _flattened: _Flattened | None = None
+    transient_names = (*InterceptingTensor.transient_names, "_seen", "place")
 
     @staticmethod
     def __new__(
@@ -108,24 +97,6 @@ class MasterWeight(QuantizedWhenUsed):
     def note_write(self) -> None:
         """Record a write of ``plain``: it invalidates cached faces, and backward raises for tensors saved before."""
         note_writes([self])
-
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Metadata, Metadata | None]]:
-        # Guards and AOTAutograd ask three times per call of a graph. The state's tensors are new if anything of the
-        # layer changed, and always where a common scale must be renewed.
-        record, known = self.record, self._flattened
-        layer = record.layer
-        state = layer.tensors() if isinstance(layer, LayerState) else None
-        if (
-            known is not None
-            and known.state is state
-            and known.config is self.config
-            and known.first == record.first
-        ):
-            return known.result
-        result = super().__tensor_flatten__()
-        if state is not None:
-            self._flattened = _Flattened(state, self.config, record.first, result)
-        return result
 
     def carried(self) -> tuple[list[str], Metadata | None]:
         if getattr(self.record.layer, "common", None) is not None:

@@ -56,6 +56,8 @@ class QuantizedTensor(WrapperTensor):
     ops = OpTable("QuantizedTensor", "call dequantize() first")
     inner_names = ("qdata", "scale", "tensor_scale")
     metadata_names = ("format", "axis", "nominal_dtype", "cuts_group")
+    transient_names = (*WrapperTensor.transient_names, "_flattened")
+    _flattened: tuple[list[str], tuple[Metadata, Metadata | None]] | None = None
 
     qdata: Tensor
     scale: Tensor
@@ -99,6 +101,12 @@ class QuantizedTensor(WrapperTensor):
         self.qdata, self.scale, self.tensor_scale = face.qdata, face.scale, face.tensor_scale
         self.format, self.axis = face.format, axis
         self.nominal_dtype, self.cuts_group = nominal_dtype, cuts_group
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Metadata, Metadata | None]]:
+        # Nothing of a face is replaced. Guards and AOTAutograd ask three times per call of a graph.
+        if self._flattened is None:
+            self._flattened = super().__tensor_flatten__()
+        return self._flattened
 
     @classmethod
     def from_parts(

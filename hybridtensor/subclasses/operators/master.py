@@ -63,7 +63,11 @@ def _unwrap(value: object) -> object:
     if isinstance(value, (list, tuple)):
         # Lists of foreach optimizers have a tensor per parameter: most need no call.
         return [
-            item.plain if (kind := type(item)) is MasterWeight else item if kind is Tensor else _unwrap(item)
+            item.plain
+            if (kind := type(item)) is MasterWeight
+            else item
+            if kind is Tensor
+            else _unwrap(item)
             for item in value
         ]
     return value
