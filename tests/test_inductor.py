@@ -122,6 +122,16 @@ def test_inputs_of_a_graph_that_are_no_weights_are_cast_one_by_one(device):
     assert all(len(set(names)) == len(names) for names in inputs), "one call casts a tensor twice"
 
 
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed"])
+def test_casts_write_into_memory_of_the_graph(recipe, device):
+    """Inductor plans it, and checks no sizes and no alignment of it in each call."""
+    _, codes = codes_of(recipe, device, grad=True)
+    written = [call for code in codes for name in ("quantize_into", *NAMES[:2]) for call in calls(code, name)]
+    assert written
+    assert not any(" = " in call.split("(")[0] for call in written)
+    assert not any(calls(code, "quantize") for code in codes)
+
+
 def test_no_more_weights_are_cast_together_than_fit(device, monkeypatch):
     monkeypatch.setattr(lowering, "_MOST_ELEMENTS", 2 * 64 * 64)  # the two first, not the last one
     torch._dynamo.reset()

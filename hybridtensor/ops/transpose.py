@@ -5,9 +5,10 @@ Shape letters: ``P`` parts of a matrix, below each other, ``R`` rows of a part, 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,39 +54,60 @@ class _Key(NamedTuple):
 _PLANS: dict[_Key, Launch] = {}
 _MOST_PLANS = 4096
 _WORD = 4
+_VECTOR = 16  # bytes that a thread reads or writes at once
 
 
 def transpose_cuda(parts: Tensor, bits: int, column: Tensor, row: Tensor | None) -> None:
     """Implement ``transpose`` by a kernel."""
+    _prepared(parts, bits, column, row)()
+
+
+def _prepared(parts: Tensor, bits: int, column: Tensor, row: Tensor | None) -> Callable[[], None]:
+    """Return what transposes these tensors, as long as their addresses are aligned alike."""
     if parts.numel() == 0:
-        return
+        return _nothing
+    whole = functools.partial(_transpose_whole, parts, bits, column, row)
     if parts.stride(2) != 1 or (bits == 4 and parts.shape[0] > 1 and parts.shape[1] % 2):
         # Rows that are not read in words, or bytes of the result with elements of two parts
-        whole = parts.contiguous() if row is None else row.view(parts.shape).copy_(parts)
-        parts, row = whole.view(1, -1, parts.shape[2]), None
+        return whole
     num_parts, rows, width = parts.shape
     strides = parts.stride(0) if num_parts > 1 else 0, parts.stride(1) if rows > 1 else width
     written = [column] if row is None else [column, row]
     addresses = [tensor.data_ptr() for tensor in (parts, *written)]
     # The largest power of two up to 16 that divides all: so many bytes are read and written at once.
     # All but the column's, which has its own
-    vector = math.gcd(16, width, *strides, *addresses[::2])
+    vector = math.gcd(_VECTOR, width, *strides, *addresses[::2])
     if vector < _WORD:
-        transpose_reference(parts, bits, column, row)
-        return
+        return functools.partial(transpose_reference, parts, bits, column, row)
     key = _Key(
         bits, parts.shape, strides, row is not None, vector,
-        math.gcd(16, addresses[1], column.shape[1], rows * bits // 8 if num_parts > 1 else 0),
-        tuple(address % 16 == 0 for address in addresses), parts.device,
+        math.gcd(_VECTOR, addresses[1], column.shape[1], rows * bits // 8 if num_parts > 1 else 0),
+        tuple(address % _VECTOR == 0 for address in addresses), parts.device,
     )  # fmt: skip
     launch = _PLANS.get(key)
     if launch is None:
         if len(_PLANS) >= _MOST_PLANS:
             _PLANS.clear()
         launch = _PLANS[key] = _launch(key)
-    with on_device(parts.device):
-        launch(parts, *strides, parts if row is None else row, column, column.shape[1], rows, width)
+    first = parts if row is None else row
+    arguments = parts, *strides, first, column, column.shape[1], rows, width
+    return functools.partial(_run, launch, arguments, written)
+
+
+def _run(launch: Launch, arguments: tuple[Any, ...], written: list[Tensor]) -> None:
+    with on_device(written[0].device):
+        launch(*arguments)
     torch.autograd.graph.increment_version(written)
+
+
+def _transpose_whole(parts: Tensor, bits: int, column: Tensor, row: Tensor | None) -> None:
+    """Transpose a contiguous copy, which is the rowwise face if that is asked for."""
+    whole = parts.contiguous() if row is None else row.view(parts.shape).copy_(parts)
+    transpose_cuda(whole.view(1, -1, parts.shape[2]), bits, column, None)
+
+
+def _nothing() -> None:
+    """Transpose a matrix without elements."""
 
 
 class _Tile(NamedTuple):
@@ -142,12 +164,25 @@ def prepare_transpose(
 ) -> Callable[[], None]:
     """Return a function that runs ``transpose`` with these tensors, whose storage may be replaced between calls."""
     _check(parts, bits, column, row)
+    written = [column] if row is None else [column, row]
+    known: dict[tuple[int, ...], Callable[[], None]] = {}
 
     def run() -> None:
-        direct = parts.is_cuda and runs_directly(parts)
-        (transpose_cuda if direct else _OP)(parts, bits, column, row)
+        if not _is_direct(parts):
+            _OP(parts, bits, column, row)
+            return
+        # Of addresses only the alignment counts for a launch.
+        aligned = tuple([tensor.data_ptr() % _VECTOR for tensor in (parts, *written)])
+        launch = known.get(aligned)
+        if launch is None:
+            launch = known[aligned] = _prepared(parts, bits, column, row)
+        launch()
 
     return run
+
+
+def _is_direct(parts: Tensor) -> bool:
+    return parts.is_cuda and runs_directly(parts)
 
 
 def _check(parts: Tensor, bits: int, column: Tensor, row: Tensor | None) -> None:

@@ -267,6 +267,64 @@ def test_the_operator_of_graphs_records_amaxes(by_kernels):
         assert torch.equal(again[2 * i].view(torch.uint8), codes.view(torch.uint8))
 
 
+@pytest.mark.parametrize("name", ["fp8_e4m3_tensor", "fp8_e4m3_row", "mxfp8_e4m3"])
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:overflow")  # numpy, in Triton's interpreter
+def test_one_place_of_a_graph_casts_the_weights_of_equal_blocks(name, by_kernels, monkeypatch):
+    """Each block by its own addresses; amaxes lie together or apart, elsewhere in each call, or are missing."""
+    request = CastRequest(cast_of(name), cast_of(name))
+    prepared, split_and_launch = [], multi_tensor.split_and_launch
+    monkeypatch.setattr(list_operator, "split_and_launch", lambda *of: prepared.append(of) or split_and_launch(*of))
+    blocks = [matrices(by_kernels)[:4] for _ in range(2)]
+    for xs in blocks:  # first in every call
+        xs[0].mul_(3)
+    measure, quantize = list_operator.MeasureAllInGraph(), list_operator.QuantizeAllInGraph()
+    apart = {}
+    steps = ["together", "together", "apart", "none", "none", "apart", "together"]
+    for step, amaxes in enumerate(steps):
+        prepared.clear()
+        for xs in blocks:
+            torch._foreach_mul_(xs, 1.0 + step)
+            shapes, rows, columns = list_operator.shapes_of(xs), [], []
+            written = list_operator.amaxes_written(shapes, request)
+            (measured,) = written.empty(xs[0].device)
+            measure(xs, measured, str(request))
+            if amaxes != "none" and request.row.measures is not None:
+                views = written.views([measured])
+                if amaxes == "apart":  # at the same addresses in each call, as far apart as chance has it
+                    kept = apart.setdefault(id(xs), [[torch.ones_like(view) for view in of] for of in views])
+                    for of, own in zip(views, kept, strict=True):
+                        torch._foreach_copy_(own, of)
+                    views = kept
+                rows, columns = [of[0] for of in views], [of[-1] for of in views]
+            written = list_operator.faces_written(shapes, request)
+            out = written.empty(xs[0].device)
+            quantize(xs, out, str(request), [], [], rows, columns)
+            for x, faces in zip(xs, written.views(out), strict=True):
+                expected = torch.ops.hybridtensor.quantize(x, str(request), None, None, None, 0)
+                for got, want in zip(faces, expected, strict=True):
+                    assert torch.equal(bits(got), bits(want))
+        # What lies apart is copied in each call; the rest is found by its addresses.
+        assert not prepared or amaxes not in steps[:step] or (amaxes == "apart" and rows)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_one_place_of_a_graph_records_amaxes_anew_in_each_call(by_kernels):
+    xs, request = matrices(by_kernels), CastRequest(cast_of("fp8_e5m2_tensor", slot=1))
+    scales, place = (
+        [torch.full((3,), 2.0**i, device=by_kernels) for i in range(len(xs))],
+        list_operator.QuantizeAllInGraph(),
+    )
+    written = list_operator.faces_written(list_operator.shapes_of(xs), request, 3)
+    for factor in (1.0, 0.5):  # a smaller amax, too
+        torch._foreach_mul_(xs, factor)
+        out = written.empty(xs[0].device)
+        place(xs, out, str(request), scales, [], [], [], None, 3)
+        for x, scale, made in zip(xs, scales, written.views(out), strict=True):
+            expected = torch.ops.hybridtensor.quantize(x, str(request), scale, None, None, 0, notes=3)
+            for got, want in zip(made, expected, strict=True):
+                assert torch.equal(bits(got), bits(want))
+
+
 def test_tables_of_cuda_graphs_stay(by_kernels, monkeypatch):
     """A replay reads the table of its launch again; a full cache frees the others."""
     xs, request = matrices(by_kernels)[:4], CastRequest(cast_of("mxfp8_e4m3"))

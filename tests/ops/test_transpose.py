@@ -116,6 +116,34 @@ def test_addresses_need_no_alignment(bits, run, device):
         check(run, parts, bits, offsets=(column, row), copied=False)
 
 
+@pytest.mark.parametrize("copied", [True, False])
+def test_prepared_tensors_may_get_other_memory(copied, device, monkeypatch):
+    """FSDP2 frees and allocates it between gathers, here with another alignment each time.
+
+    A GPU refuses vectors at other addresses; the interpreter reads them.
+    """
+    parts, column, row = (torch.empty(0, dtype=torch.uint8, device=device) for _ in range(3))
+
+    def replace(offset):
+        flat = random_bytes(2 * 40 * 48 + 16, device=device)
+        parts.set_(flat.untyped_storage(), offset, (2, 40, 48), (40 * 48, 48, 1))
+        for target, shape in ((column, (48, 80)), (row, (80, 48))):
+            memory = torch.zeros(80 * 48 + 16, dtype=torch.uint8, device=device).untyped_storage()
+            target.set_(memory, offset, shape, (shape[1], 1))
+
+    if device == "cpu":  # by the kernel, in the interpreter
+        require_kernels("cpu")
+        monkeypatch.setattr(MODULE, "_is_direct", lambda parts: True)
+    replace(0)
+    prepared = MODULE.prepare_transpose(parts, column=column, row=row if copied else None)
+    for offset in (0, 4, 0, 1, 8, 4):
+        replace(offset)
+        prepared()
+        whole = parts.reshape(80, 48)
+        assert torch.equal(column, whole.t())
+        assert torch.equal(row, whole if copied else torch.zeros_like(whole))
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rows_may_be_far_apart(bits, run, device):
     """Offsets beyond 32 bits; what lies between the rows is never touched."""
