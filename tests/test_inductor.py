@@ -17,7 +17,7 @@ from hybridtensor.testing import random_tensor
 
 # torch warns of its own settings for a GPU, and of gradients that it looks for itself
 pytestmark = pytest.mark.filterwarnings("default")
-RECIPES = ["fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"]
+RECIPES = ["fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "mxfp8/fp8/bf16"]
 NAMES = ["measure_all_into", "quantize_all_into", "measure"]
 FEW = RECIPES if tiers.LONG or torch.cuda.is_available() else ["fp8", "fp8_delayed"]
 

@@ -218,7 +218,7 @@ def _empty(
 
 
 def _alike(node: Node) -> list[Node]:
-    """Return this node and later ones that do the same with other weights."""
+    """Return this node and later ones that do the same with other weights, which no graph writes before its end."""
     first = _call_of(node)
     if first is None:
         return []

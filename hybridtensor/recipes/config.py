@@ -324,10 +324,10 @@ class HybridConfig(AOBaseConfig):
         )
         return left, right
 
+    # Nothing in it changes, so that it is its own copy: guards of compiled graphs compare those in every call.
     def __copy__(self) -> HybridConfig:
         return self
 
-    # Nothing in it changes. Guards of compiled graphs compare weights' configs with copies, in every call.
     def __deepcopy__(self, memo: object) -> HybridConfig:
         return self
 

@@ -15,7 +15,7 @@ from kernels import require_kernels
 
 from hybridtensor.ops import NO_INPUTS, CastInputs, CastRequest, prepare
 from hybridtensor.ops.amaxes import AmaxRecord
-from hybridtensor.ops.cast import list_operator, multi_tensor
+from hybridtensor.ops.cast import list_operator, multi_tensor, operator
 from hybridtensor.ops.cast.definition import reference_cast
 from hybridtensor.ops.cast.multi_tensor import PreparedList, measure_all, quantize_all
 from hybridtensor.ops.cast.prepared import request_layouts
@@ -323,6 +323,19 @@ def test_one_place_of_a_graph_records_amaxes_anew_in_each_call(by_kernels):
             expected = torch.ops.hybridtensor.quantize(x, str(request), scale, None, None, 0, notes=3)
             for got, want in zip(made, expected, strict=True):
                 assert torch.equal(bits(got), bits(want))
+
+
+@pytest.mark.parametrize("cast", ["mxfp8_e4m3", "fp8_e4m3_128x128_fp32_scale", None])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_operator_of_graphs_measures_either_face(by_kernels, cast, swapped):
+    """Of two faces one is scaled by the amax of the matrix: the one amax that is returned."""
+    casts = [None if cast is None else cast_of(cast), cast_of("fp8_e4m3_tensor")]
+    xs, request = matrices(by_kernels), CastRequest(*(casts[::-1] if swapped else casts))
+    xs.append(torch.cat([xs[0], xs[0] * 3], 1)[:, 128:])  # strided: measured by tiles
+    expected = [reference_cast(request).measure(x)[0].item() for x in xs]
+    assert [amax.item() for amax in list_operator.measured(xs, str(request))] == expected
+    for x, amax in zip(xs, expected, strict=True):
+        assert [found.item() for found in operator._measure_on_a_gpu(x, str(request))] == [amax]
 
 
 def test_tables_of_cuda_graphs_stay(by_kernels, monkeypatch):

@@ -19,10 +19,11 @@ from hybridtensor.ops.cast.multi_tensor import (
     to_measure,
     with_amaxes,
 )
-from hybridtensor.ops.cast.operator import share_amax
+from hybridtensor.ops.cast.operator import faces_measured
 from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest, parse_request
 from hybridtensor.ops.library import define, is_captured
 
+_ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
 _NUMBERS = 4  # of four bytes: records begin at multiples of 16 bytes
 _MOST_REGIONS = 1024
 
@@ -48,9 +49,9 @@ class Written(NamedTuple):
 
 
 def amaxes_written(shapes: list[tuple[int, int]], request: CastRequest) -> Written:
-    """Return where the amaxes of both faces, or the shared one, of matrices ``[M, K]`` are written."""
-    amaxes, count = AmaxBuffer(request, shapes), 1 if share_amax(request) else 2
-    places = [[(0, place) for place in of_faces[:count]] for of_faces in amaxes.places]
+    """Return where the amaxes that ``measure`` returns of matrices ``[M, K]`` are written."""
+    amaxes, faces = AmaxBuffer(request, shapes), faces_measured(request)
+    places = [[(0, of_faces[face]) for face in faces] for of_faces in amaxes.places]
     return Written([(amaxes.size, torch.float32)], places)
 
 
@@ -104,8 +105,8 @@ def _measure_alone(xs: list[Tensor], out: Tensor, request: CastRequest) -> None:
     into = amaxes_written(shapes_of(xs), request).views([out])
     for x, of_matrix in zip(xs, into, strict=True):
         amaxes = cast_alone(x, request, NO_INPUTS).measure(x)
-        for target, amax in zip(of_matrix, amaxes, strict=False):
-            target.copy_(amax)
+        for target, face in zip(of_matrix, faces_measured(request), strict=True):
+            target.copy_(amaxes[face])
 
 
 class QuantizeAllInGraph:
@@ -132,17 +133,11 @@ class QuantizeAllInGraph:
             noted.zero_()
             records = [noted]
         # Amaxes are elsewhere in each step; a launch's table contains how far apart they are.
+        placed = (*xs, *scales) if notes else (*xs, *scales, *records)
         addresses = (
-            *[
-                tensor.data_ptr()
-                for each in (xs, scales, () if notes else records)
-                for tensor in each
-            ],
-            *[
-                amax.data_ptr() - each[0].data_ptr()
-                for each in (row_amaxes, column_amaxes)
-                for amax in each
-            ],
+            *[tensor.data_ptr() for tensor in placed],
+            *_distances(row_amaxes),
+            *_distances(column_amaxes),
         )
         known = None if is_captured() else self._known.get(addresses)
         if known is None:
@@ -181,10 +176,14 @@ class QuantizeAllInGraph:
                 cast_alone(x, parsed, given).run_into(x, of_matrix, given)
             return
         cast.run_into_buffers(xs[0], inputs[0], out)
-        if all(mine is each for mine, each in zip(together, lists, strict=True)):
-            measurement = missing and split_and_launch(ListMeasurement, xs, missing).of_all
-            measured = (missing, measurement) if missing and measurement else None
-            _keep(self._known, addresses, _Launches(measured, cast))
+        if any(mine is not each for mine, each in zip(together, lists, strict=True)):
+            return  # the launch is one for copies of the amaxes
+        if missing is None:
+            _keep(self._known, addresses, _Launches(None, cast))
+            return
+        measurement = split_and_launch(ListMeasurement, xs, missing).of_all
+        if measurement is not None:
+            _keep(self._known, addresses, _Launches((missing, measurement), cast))
 
 
 class _Launches(NamedTuple):
@@ -210,9 +209,18 @@ def _inputs(
     ]
 
 
+def _distances(amaxes: list[Tensor]) -> list[int]:
+    """Return how far amaxes are from the first one, and how that one is aligned."""
+    if not amaxes:
+        return []
+    first, *others = [amax.data_ptr() for amax in amaxes]
+    return [first % _ALIGNMENT, *[address - first for address in others]]
+
+
 def _together(amaxes: list[Tensor]) -> list[Tensor]:
-    """Copy amaxes into one buffer, unless they are in one."""
-    if len({amax.untyped_storage().data_ptr() for amax in amaxes}) <= 1:
+    """Copy amaxes into one buffer, unless they are in one, of which the first is where kernels expect it."""
+    in_one = len({amax.untyped_storage().data_ptr() for amax in amaxes}) <= 1
+    if in_one and not (amaxes and amaxes[0].data_ptr() % _ALIGNMENT):
         return amaxes
     return list(torch.cat(amaxes).split([len(amax) for amax in amaxes]))
 

@@ -146,8 +146,8 @@ class AmaxBuffer:
     Attributes:
         size: Of the buffer, in numbers.
         starts: Of the rowwise and the columnwise face's amaxes of each matrix.
-        places: Of the same; one place where both faces have one amax.
-        is_shared: Whether they have.
+        places: Of the same; one place where both faces are scaled by the amax of the matrix.
+        is_shared: Whether they are.
     """
 
     def __init__(self, request: CastRequest, shapes: Sequence[tuple[int, int]]) -> None:

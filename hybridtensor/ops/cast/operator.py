@@ -82,26 +82,30 @@ def _measure_on_a_gpu(x: Tensor, request: str) -> list[Tensor]:
 
 
 def _distinct(amaxes: tuple[Tensor, Tensor], request: CastRequest) -> list[Tensor]:
-    """Return the amaxes of both faces, or the shared one once: an operator's results may not alias."""
-    row, column = amaxes
-    if not share_amax(request):
-        return [row, column.clone()]
-    return [row.clone() if row._is_view() else row]  # one of many zeros that were filled at once
+    """Remove amaxes that are not returned; the rest are copies, since an operator's results may not alias."""
+    found = [amaxes[face] for face in faces_measured(request)]
+    # Some are one of many zeros that were filled at once.
+    return [amax.clone() if amax._is_view() or index else amax for index, amax in enumerate(found)]
 
 
-def share_amax(request: CastRequest) -> bool:
-    """Return whether both faces are scaled by one amax: of the tensor, without rotation."""
-    return not any(
-        cast is not None and (cast.measures or cast.format.hadamard) for cast in request[:2]
-    )
+def faces_measured(request: CastRequest) -> list[int]:
+    """Return the indices of the faces whose amaxes ``measure`` returns: one where all that are measured have the same,
+    that of the tensor, without rotation."""
+    casts = request[:2]
+    if any(cast is not None and (cast.measures or cast.format.hadamard) for cast in casts):
+        return [0, 1]
+    # The first one that is measured: kernels measure no other.
+    row = request.row or request.source
+    return [0 if row is not None and row.measures is not None else 1]
 
 
 def amaxes_of(x: Tensor, request: CastRequest) -> list[Tensor]:
     """Return empty tensors like the amaxes that the operator returns."""
-    per_row = (cast is not None and cast.measures for cast in request[:2])
-    sizes = [extent if of_rows else 1 for extent, of_rows in zip(x.shape, per_row, strict=True)]
-    count = 1 if share_amax(request) else 2
-    return [x.new_empty(size, dtype=torch.float32) for size in sizes[:count]]
+    sizes = [
+        extent if cast is not None and cast.measures else 1
+        for extent, cast in zip(x.shape, request[:2], strict=True)
+    ]
+    return [x.new_empty(sizes[face], dtype=torch.float32) for face in faces_measured(request)]
 
 
 MEASURE = define(
