@@ -17,7 +17,13 @@ from hybridtensor.testing import random_tensor
 
 # torch warns of its own settings for a GPU, and of gradients that it looks for itself
 pytestmark = pytest.mark.filterwarnings("default")
-RECIPES = ["fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "mxfp8/fp8/bf16"]
+RECIPES = ["fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"]
+MIXED = [
+    "/".join((RECIPES[i], RECIPES[j], (*RECIPES, "bf16")[(i + j) % 7]))  # of each two products each two recipes
+    for i in range(len(RECIPES))
+    for j in range(len(RECIPES))
+    if i != j
+]
 NAMES = ["measure_all_into", "quantize_all_into", "measure"]
 FEW = RECIPES if tiers.LONG or torch.cuda.is_available() else ["fp8", "fp8_delayed"]
 
@@ -103,6 +109,14 @@ def test_bits_are_those_of_the_operators(recipe, block, device):
         called = [line.split("(")[0] for line in code.splitlines() if not line.lstrip().startswith(("#", "assert_"))]
         assert not any("torch.ops.hybridtensor" in line for line in called), "an operator goes through the dispatcher"
         assert "call_of(" in code
+
+
+@pytest.mark.parametrize("recipe", MIXED if tiers.LONG or torch.cuda.is_available() else MIXED[:1])
+def test_bits_of_products_with_formats_of_their_own(recipe, device):
+    """Faces of one matrix are scaled by amaxes, delayed, in blocks or not at all: kernels measure what is needed."""
+    expected = train(recipe, device, "aot_eager", steps=1, grad=True)
+    for got, want in zip(train(recipe, device, "inductor", steps=1, grad=True), expected, strict=True):
+        assert torch.equal(got, want)
 
 
 def test_weights_of_a_region_are_measured_and_cast_together(device):

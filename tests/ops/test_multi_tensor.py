@@ -338,6 +338,18 @@ def test_the_operator_of_graphs_measures_either_face(by_kernels, cast, swapped):
         assert [found.item() for found in operator._measure_on_a_gpu(x, str(request))] == [amax]
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_face_with_a_delayed_scale_is_not_measured(by_kernels, swapped, monkeypatch):
+    """Graphs measure without delayed scales, which nothing but the other face needs."""
+    casts = [cast_of("fp8_e4m3_tensor", slot=1), cast_of("fp8_e4m3_tensor")]
+    request = CastRequest(*(casts[::-1] if swapped else casts))
+    monkeypatch.setattr(operator, "MEASURE", operator._measure_on_a_gpu)  # by kernels, in the interpreter, too
+    for x in matrices(by_kernels):
+        expected = reference_cast(CastRequest(casts[1])).measure(x)[0]
+        measured = operator.OperatorCast(request).measure(x)
+        assert torch.equal(measured[0 if swapped else 1], expected)
+
+
 def test_tables_of_cuda_graphs_stay(by_kernels, monkeypatch):
     """A replay reads the table of its launch again; a full cache frees the others."""
     xs, request = matrices(by_kernels)[:4], CastRequest(cast_of("mxfp8_e4m3"))

@@ -16,11 +16,16 @@ from hybridtensor.ops.cast.multi_tensor import (
     cast_alone,
     measure_all,
     split_and_launch,
-    to_measure,
     with_amaxes,
 )
 from hybridtensor.ops.cast.operator import faces_measured
-from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest, parse_request
+from hybridtensor.ops.cast.request import (
+    NO_INPUTS,
+    CastInputs,
+    CastRequest,
+    parse_request,
+    to_measure,
+)
 from hybridtensor.ops.library import define, is_captured
 
 _ALIGNMENT = 16  # bytes: kernels are compiled for such addresses

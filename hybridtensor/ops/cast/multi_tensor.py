@@ -22,7 +22,7 @@ from hybridtensor.ops.cast.lists import (
 )
 from hybridtensor.ops.cast.operator import OperatorCast
 from hybridtensor.ops.cast.prepared import Faces, PreparedCast
-from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest
+from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest, to_measure
 from hybridtensor.ops.launch_tables import LaunchTables
 from hybridtensor.ops.library import is_captured
 
@@ -108,15 +108,6 @@ def with_amaxes(given: CastInputs, measured: CastRequest, amaxes: Amaxes) -> Cas
         row_amax=given.row_amax if measured.row is None else amaxes[0],
         column_amax=given.column_amax if measured.column is None else amaxes[1],
     )
-
-
-def to_measure(request: CastRequest, given: CastInputs) -> CastRequest | None:
-    """Return the request for the faces whose amaxes are missing, or None."""
-    row, column = (
-        cast if cast is not None and cast.measures is not None and amax is None else None
-        for cast, amax in zip(request[:2], (given.row_amax, given.column_amax), strict=True)
-    )
-    return None if row is column is None else CastRequest(row, column)
 
 
 L = TypeVar("L", bound=List)

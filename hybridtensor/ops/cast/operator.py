@@ -16,7 +16,13 @@ from hybridtensor.ops.cast.definition import ReferenceCast, reference_cast, tens
 from hybridtensor.ops.cast.in_graphs import CastInGraph
 from hybridtensor.ops.cast.kernel import cast_on_gpu
 from hybridtensor.ops.cast.prepared import Faces
-from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest, parse_request
+from hybridtensor.ops.cast.request import (
+    NO_INPUTS,
+    CastInputs,
+    CastRequest,
+    parse_request,
+    to_measure,
+)
 from hybridtensor.ops.face import Face, FaceKind, face_layouts
 from hybridtensor.ops.library import define, implement
 from hybridtensor.ops.references.faces import define_faces
@@ -95,8 +101,8 @@ def faces_measured(request: CastRequest) -> list[int]:
     if any(cast is not None and (cast.measures or cast.format.hadamard) for cast in casts):
         return [0, 1]
     # The first one that is measured: kernels measure no other.
-    row = request.row or request.source
-    return [0 if row is not None and row.measures is not None else 1]
+    measured = to_measure(request)
+    return [0 if measured is None or measured.row is not None else 1]
 
 
 def amaxes_of(x: Tensor, request: CastRequest) -> list[Tensor]:
@@ -136,6 +142,8 @@ class OperatorCast(ReferenceCast):
     def __init__(self, request: CastRequest) -> None:
         super().__init__(request)
         self._text = str(request)
+        # A measurement is given no delayed scales.
+        self._measured = str(to_measure(request) or request)
         self._kinds = [None if cast is None else FaceKind(cast.format) for cast in request[:2]]
         self._row_size = 0 if request.row is None else request.row.format.num_tensors
 
@@ -162,5 +170,5 @@ class OperatorCast(ReferenceCast):
         QUANTIZE_INTO(x, out, self._text, *inputs[:_NUM_INPUTS])
 
     def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        amaxes = MEASURE(x, self._text)
+        amaxes = MEASURE(x, self._measured)
         return amaxes[0], amaxes[-1]

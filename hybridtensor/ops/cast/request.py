@@ -191,6 +191,16 @@ class CastInputs(NamedTuple):
 NO_INPUTS = CastInputs()
 
 
+def to_measure(request: CastRequest, given: CastInputs = NO_INPUTS) -> CastRequest | None:
+    """Return the request for the faces of the matrix whose amaxes are not given, or None if none is missing."""
+    row, column = request.row or request.source, request.column if request.source is None else None
+    row, column = (
+        cast if cast is not None and cast.measures is not None and amax is None else None
+        for cast, amax in ((row, given.row_amax), (column, given.column_amax))
+    )
+    return None if row is column is None else CastRequest(row, column)
+
+
 def check_inputs(x: Tensor, request: CastRequest, inputs: CastInputs) -> None:
     """Raise ValueError unless the inputs match the request."""
     row, column, source, _ = request
