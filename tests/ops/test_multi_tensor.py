@@ -17,6 +17,7 @@ from hybridtensor.ops import NO_INPUTS, CastInputs, CastRequest, prepare
 from hybridtensor.ops.amaxes import AmaxRecord
 from hybridtensor.ops.cast import list_operator, multi_tensor, operator
 from hybridtensor.ops.cast.definition import reference_cast
+from hybridtensor.ops.cast.kernel import cast_on_gpu
 from hybridtensor.ops.cast.multi_tensor import PreparedList, measure_all, quantize_all
 from hybridtensor.ops.cast.prepared import request_layouts
 from hybridtensor.testing import edge_tensor, random_tensor
@@ -348,6 +349,17 @@ def test_a_face_with_a_delayed_scale_is_not_measured(by_kernels, swapped, monkey
         expected = reference_cast(CastRequest(casts[1])).measure(x)[0]
         measured = operator.OperatorCast(request).measure(x)
         assert torch.equal(measured[0 if swapped else 1], expected)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_matrix_that_is_measured_alone_needs_no_delayed_scale(by_kernels, swapped, monkeypatch):
+    """In a bucket of weights, one of which the kernels of lists cannot read."""
+    casts = [cast_of("fp8_e4m3_tensor", slot=1), cast_of("fp8_e4m3_tensor")]
+    request = CastRequest(*(casts[::-1] if swapped else casts))
+    monkeypatch.setattr(multi_tensor, "cast_alone", cast_on_gpu)  # by kernels, in the interpreter, too
+    xs = [*matrices(by_kernels), random_tensor(40, 72, device=by_kernels)]
+    for x, found in zip(xs, measure_all(xs, request), strict=True):
+        assert torch.equal(found[0 if swapped else 1], reference_cast(CastRequest(casts[1])).measure(x)[0])
 
 
 def test_tables_of_cuda_graphs_stay(by_kernels, monkeypatch):

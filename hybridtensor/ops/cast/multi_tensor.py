@@ -32,6 +32,8 @@ _ALIGNMENT = 128  # bytes: whole vectors of every dtype begin at divisors
 
 def measure_all(xs: Sequence[Tensor], request: CastRequest) -> list[Amaxes]:
     """Return the amaxes of each plain, non-empty matrix ``[M, K]`` on one device; see ``PreparedCast.measure``."""
+    # Without delayed scales, which a measurement is not given.
+    request = to_measure(request) or request
     how = split_and_launch(ListMeasurement, xs, request)
     found: dict[int, Amaxes] = {}
     if how.launch is not None:
