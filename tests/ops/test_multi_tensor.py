@@ -16,7 +16,7 @@ from kernels import require_kernels
 from hybridtensor.ops import NO_INPUTS, CastInputs, CastRequest, prepare
 from hybridtensor.ops.amaxes import AmaxRecord
 from hybridtensor.ops.cast import list_operator, multi_tensor, operator
-from hybridtensor.ops.cast.definition import reference_cast
+from hybridtensor.ops.cast.definition import reference_cast, tensors_of
 from hybridtensor.ops.cast.kernel import cast_on_gpu
 from hybridtensor.ops.cast.multi_tensor import PreparedList, measure_all, quantize_all
 from hybridtensor.ops.cast.prepared import request_layouts
@@ -337,6 +337,37 @@ def test_the_operator_of_graphs_measures_either_face(by_kernels, cast, swapped):
     assert [amax.item() for amax in list_operator.measured(xs, str(request))] == expected
     for x, amax in zip(xs, expected, strict=True):
         assert [found.item() for found in operator._measure_on_a_gpu(x, str(request))] == [amax]
+
+
+@pytest.mark.parametrize("row", [cast for cast in CASTS if cast.stream < 0], ids=str)
+@pytest.mark.filterwarnings("ignore")  # numpy, in Triton's interpreter
+def test_the_operators_of_graphs_cast_faces_of_any_two_formats(row, by_kernels, monkeypatch):
+    """As a graph does: measured one by one or together, then cast by what was measured."""
+    monkeypatch.setattr(operator, "MEASURE", operator._measure_on_a_gpu)  # by kernels, in the interpreter, too
+    xs = matrices(by_kernels)[:2]
+    for column in CASTS:
+        if column.stream >= 0:
+            continue
+        request, rows, columns = CastRequest(row, column), [], []
+        if row.measures is not None or column.measures is not None:
+            operators = operator.OperatorCast(request)
+            rows, columns = map(list, zip(*map(operators.measure, xs), strict=True))
+            rows, columns = rows if row.measures is not None else [], columns if column.measures is not None else []
+            together = list_operator.measured(xs, operators._measured)
+            for i, amaxes in enumerate(zip(*(each for each in (rows, columns) if each), strict=True)):
+                of_matrix = together[i * len(together) // 2 : (i + 1) * len(together) // 2]
+                assert torch.equal(of_matrix[0 if rows else -1], amaxes[0])
+                assert torch.equal(of_matrix[-1 if columns else 0], amaxes[-1])
+        delayed = row.slot >= 0 or column.slot >= 0
+        scales = [torch.arange(1.0, 9.0, device=by_kernels) * 3**i for i in range(2)] if delayed else []
+        made = list_operator.quantized(xs, str(request), scales, [], rows, columns, None, 8 * delayed)
+        for i, x in enumerate(xs):
+            given = CastInputs(scales[i], torch.zeros(8, device=by_kernels)) if delayed else NO_INPUTS
+            faces = tensors_of(reference_cast(request).run(x, given))
+            expected = [*faces, given.noted_amax] if delayed else faces
+            of_matrix = made[i * len(made) // 2 : (i + 1) * len(made) // 2]
+            for got, want in zip(of_matrix, expected, strict=True):
+                assert torch.equal(bits(got), bits(want)), (row, column)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
