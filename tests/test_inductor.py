@@ -146,6 +146,23 @@ def test_casts_write_into_memory_of_the_graph(recipe, device):
     assert not any(calls(code, "quantize") for code in codes)
 
 
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed"])
+def test_graphs_of_several_devices_allocate_in_casts(recipe, device, monkeypatch):
+    """Inductor would allocate on the device that is current; a second one is pretended here."""
+    expected = train(recipe, device, "aot_eager", steps=1)
+    seen = torch._inductor.graph.GraphLowering.add_device_info
+    monkeypatch.setattr(
+        torch._inductor.graph.GraphLowering,
+        "add_device_info",
+        lambda self, device: (seen(self, device), self.device_idxs.update((0, 1)))[0],
+    )
+    found, codes = written(functools.partial(train, recipe, device, "inductor", steps=1))
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got, want)
+    assert all(calls(code, "quantize") for code in codes)
+    assert not any(calls(code, name) for code in codes for name in ("quantize_into", *NAMES[:2]))
+
+
 def test_no_more_weights_are_cast_together_than_fit(device, monkeypatch):
     monkeypatch.setattr(lowering, "_MOST_ELEMENTS", 2 * 64 * 64)  # the two first, not the last one
     torch._dynamo.reset()

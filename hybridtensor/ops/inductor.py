@@ -148,11 +148,12 @@ def _lower_together(
     node, made = V.graph.current_node, _MADE.setdefault(V.graph, {})
     if node in made:
         return made[node]
-    nodes = [] if V.graph.cpp_wrapper else _alike(node)
+    plans_memory = _plans_memory()
+    nodes = _alike(node) if plans_memory else []
     if len(nodes) < 2:
         given = _by_position(operator, node.args, node.kwargs)
         compile_ahead(operator._opname, given, is_lowered=True)
-        if operator is MEASURE or V.graph.cpp_wrapper:
+        if operator is MEASURE or not plans_memory:
             return _lower(operator, *args, **kwargs)
         out = [_empty(t.shape, t.stride(), t.dtype, t.device) for t in node.meta["val"]]
         x, *others = _by_position(operator, args, kwargs)
@@ -163,6 +164,13 @@ def _lower_together(
     after = args[8] if len(args) > 8 else kwargs.get("after")
     made.update(zip(nodes, together(calls, after), strict=True))
     return made[node]
+
+
+def _plans_memory() -> bool:
+    """Return whether casts write into buffers that Inductor allocates."""
+    # Buffers that no kernel of its own writes are allocated on the device that is current, whatever theirs is: a graph
+    # of several GPUs would get some on the wrong one.
+    return not V.graph.cpp_wrapper and len(V.graph.device_idxs) <= 1
 
 
 def _measure_together(calls: list[_WeightCall], after: object) -> list[list[object]]:

@@ -63,7 +63,7 @@ def transpose_cuda(parts: Tensor, bits: int, column: Tensor, row: Tensor | None)
 
 
 def _prepared(parts: Tensor, bits: int, column: Tensor, row: Tensor | None) -> Callable[[], None]:
-    """Return what transposes these tensors, as long as their addresses are aligned alike."""
+    """Return a function that transposes these tensors, valid while their addresses keep their alignment."""
     if parts.numel() == 0:
         return _nothing
     whole = functools.partial(_transpose_whole, parts, bits, column, row)

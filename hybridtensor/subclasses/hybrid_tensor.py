@@ -215,7 +215,7 @@ class HybridTensor(InterceptingTensor):
             self.record.gathered.note_traced()
         return super().__tensor_flatten__()
 
-    def there(self) -> tuple[bool, ...]:
+    def is_set(self) -> tuple[bool, ...]:
         return self.rowwise is not None, self.columnwise is not None
 
     def like(self, other: Self) -> Self:

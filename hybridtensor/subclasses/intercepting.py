@@ -81,7 +81,7 @@ class _Flattened(NamedTuple):
     state: StateTensors
     config: HybridConfig | None
     first: int | None
-    there: tuple[bool, ...]
+    is_set: tuple[bool, ...]
     result: tuple[list[str], tuple[Metadata, Metadata | None]]
 
 
@@ -177,7 +177,7 @@ class InterceptingTensor(WrapperTensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Metadata, Metadata | None]]:
         # Guards and AOTAutograd ask three times per call of a graph. The state's tensors are new if anything of the
         # layer changed, and always where a common scale must be renewed.
-        record, known, there = self.record, self._flattened, self.there()
+        record, known, is_set = self.record, self._flattened, self.is_set()
         layer = record.layer
         state = layer.tensors() if isinstance(layer, LayerState) else None
         if (
@@ -185,16 +185,16 @@ class InterceptingTensor(WrapperTensor):
             and known.state is state
             and known.config is self.config
             and known.first == record.first
-            and known.there == there
+            and known.is_set == is_set
         ):
             return known.result
         result = super().__tensor_flatten__()
         if state is not None:
-            self._flattened = _Flattened(state, self.config, record.first, there, result)
+            self._flattened = _Flattened(state, self.config, record.first, is_set, result)
         return result
 
-    def there(self) -> tuple[bool, ...]:
-        """Return which of the inner tensors that may be None are there."""
+    def is_set(self) -> tuple[bool, ...]:
+        """Return for each inner tensor that may be None whether it is set."""
         return ()
 
     def carried(self) -> tuple[list[str], Metadata | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from hybridtensor.ops.cast.definition import reference_cast
@@ -9,6 +11,7 @@ from hybridtensor.ops.cast.kernel import KernelCast, cast_on_gpu
 from hybridtensor.ops.cast.request import CastInputs, parse_request
 
 _ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
+_NUM_INPUTS = 6  # of a cast, followed by ``after`` and ``notes``
 
 
 class CastInGraph:
@@ -21,33 +24,22 @@ class CastInGraph:
         self.shape: tuple[int, ...] = ()
         self.strides: tuple[int, ...] = ()
 
-    def __call__(
-        self,
-        x: Tensor,
-        out: list[Tensor],
-        request: str,
-        encode_scale: Tensor | None,
-        noted_amax: Tensor | None,
-        rounding: Tensor | None,
-        first_row: int,
-        row_amax: Tensor | None = None,
-        column_amax: Tensor | None = None,
-        after: Tensor | None = None,
-        notes: int = 0,
-    ) -> None:
-        """Cast ``x`` into ``out`` as the operator ``quantize_into`` does."""
+    def __call__(self, x: Tensor, out: list[Tensor], request: str, *given: Any) -> None:
+        """Cast ``x`` into ``out`` as the operator ``quantize_into`` does, whose other arguments are ``given``."""
+        inputs = CastInputs(*given[:_NUM_INPUTS])
+        if (
+            len(given) > _NUM_INPUTS + 1 and given[_NUM_INPUTS + 1]
+        ):  # amaxes are recorded in the last tensor
+            *out, record = out
+            inputs = inputs._replace(noted_amax=record.zero_())
         address = x.data_ptr()
-        if row_amax is not None:
-            # One test for all: a low bit stays set if any address is no multiple.
-            address |= row_amax.data_ptr()
-        if column_amax is not None:
-            address |= column_amax.data_ptr()
-        if notes:
-            *out, noted_amax = out
-            noted_amax.zero_()
-        inputs = CastInputs(encode_scale, noted_amax, rounding, first_row, row_amax, column_amax)
-        cast, lies_alike = self.cast, x.shape == self.shape and x.stride() == self.strides
-        if cast is not None and lies_alike and address % _ALIGNMENT == 0:
+        for amax in inputs[4:6]:
+            if amax is not None:
+                # One test for all: a low bit stays set if any address is no multiple.
+                address |= amax.data_ptr()
+        is_aligned = address % _ALIGNMENT == 0
+        cast, is_known = self.cast, x.shape == self.shape and x.stride() == self.strides
+        if cast is not None and is_known and is_aligned:
             # The graph's code has made its device the current one.
             cast.launch(x, (out[: cast.of_row], out[cast.of_row :]), inputs)
             return
@@ -55,5 +47,5 @@ class CastInGraph:
         on_gpu = x.is_cuda and x.numel()
         found = cast_on_gpu(x, parsed, inputs) if on_gpu else reference_cast(parsed)
         found.run_into(x, out, inputs)
-        if isinstance(found, KernelCast) and not found.copies and address % _ALIGNMENT == 0:
+        if isinstance(found, KernelCast) and not found.copies and is_aligned:
             self.cast, self.shape, self.strides = found, x.shape, x.stride()

@@ -153,7 +153,6 @@ class KernelCast(PreparedCast):
     Attributes:
         key: What kind.
         copies: Whether kernels cannot read such a matrix, and read a copy.
-        of_row: Number of tensors of the rowwise face.
     """
 
     def __init__(self, key: _Key) -> None:
@@ -187,7 +186,6 @@ class KernelCast(PreparedCast):
             ),
             held=None if source is None else request.dtype or key.dtype,
         )
-        self.of_row = len(self.task.outputs[0].layouts)
         self._stores_row = request.row is not None
         self._draws_signs = row.draws_signs or column.draws_signs
         given = key.row_amax, key.column_amax
@@ -217,6 +215,11 @@ class KernelCast(PreparedCast):
             store=self._stores_row,
             reverse=passes == 1,  # a second pass ended at the first tiles
         )
+
+    @functools.cached_property
+    def of_row(self) -> int:
+        """Number of tensors of the rowwise face."""
+        return len(self.task.outputs[0].layouts)
 
     def run(self, x: Tensor, inputs: CastInputs) -> Faces:
         row, column = self.task.outputs

@@ -34,7 +34,7 @@ _MOST_REGIONS = 1024
 
 
 class Written(NamedTuple):
-    """What an operator of lists writes.
+    """Where an operator of lists writes its results: buffers, and the place of each tensor in them.
 
     Attributes:
         sizes: Entries and dtype of each buffer.
@@ -82,6 +82,7 @@ def _pitch(size: int) -> int:
 
 
 def shapes_of(xs: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return the shapes of matrices ``[M, K]``."""
     return [(x.shape[0], x.shape[1]) for x in xs]
 
 
@@ -95,6 +96,7 @@ class MeasureAllInGraph:
         """Measure ``xs`` into ``out`` as the operator ``measure_all_into`` does."""
         out.zero_()
         addresses = tuple([x.data_ptr() for x in xs])
+        # Under capture ``split_and_launch`` keeps the table for replays.
         launch = None if is_captured() else self._known.get(addresses)
         if launch is None:
             parsed = parse_request(request)
@@ -260,25 +262,18 @@ QUANTIZE_ALL = define(
 
 
 def measured(xs: list[Tensor], request: str) -> list[Tensor]:
-    """Return what a graph has of ``MEASURE_ALL``: the fp32 amaxes of each matrix, one after the other."""
+    """Run ``MEASURE_ALL`` with buffers of its own; return the fp32 amaxes of each matrix, one after the other."""
     written = amaxes_written(shapes_of(xs), parse_request(request))
     buffers = written.empty(xs[0].device)
     MEASURE_ALL(xs, buffers[0], request)
     return [tensor for of_matrix in written.views(buffers) for tensor in of_matrix]
 
 
-def quantized(
-    xs: list[Tensor],
-    request: str,
-    scales: list[Tensor],
-    records: list[Tensor],
-    row_amaxes: list[Tensor],
-    column_amaxes: list[Tensor],
-    after: Tensor | None = None,
-    notes: int = 0,
-) -> list[Tensor]:
-    """Return what a graph has of ``QUANTIZE_ALL``: the tensors of each matrix, one after the other."""
+def quantized(xs: list[Tensor], request: str, *given: Any) -> list[Tensor]:
+    """Run ``QUANTIZE_ALL``, whose other arguments are ``given``, with buffers of its own; return the tensors of each
+    matrix, one after the other."""
+    notes = given[5] if len(given) > 5 else 0
     written = faces_written(shapes_of(xs), parse_request(request), notes)
     buffers = written.empty(xs[0].device)
-    QUANTIZE_ALL(xs, buffers, request, scales, records, row_amaxes, column_amaxes, after, notes)
+    QUANTIZE_ALL(xs, buffers, request, *given)
     return [tensor for of_matrix in written.views(buffers) for tensor in of_matrix]

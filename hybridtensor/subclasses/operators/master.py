@@ -61,15 +61,8 @@ def _unwrap(value: object) -> object:
     if isinstance(value, MasterWeight):
         return value.plain
     if isinstance(value, (list, tuple)):
-        # Lists of foreach optimizers have a tensor per parameter: most need no call.
-        return [
-            item.plain
-            if (kind := type(item)) is MasterWeight
-            else item
-            if kind is Tensor
-            else _unwrap(item)
-            for item in value
-        ]
+        # Lists of foreach optimizers have a tensor per parameter, most of them plain: these need no call.
+        return [item if type(item) is Tensor else _unwrap(item) for item in value]
     return value
 
 
