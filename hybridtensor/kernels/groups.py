@@ -104,7 +104,7 @@ class Output(NamedTuple):
         stride_other: Of the scales, from row to row of blocks.
         stride_along: Of the scales, from block to block along the contraction.
         levels: fp32 tensor scales.
-        measured: fp32 amaxes, per tensor or row.
+        measured: fp32 amaxes, per tensor or row; or the matrix's rows' in its dtype.
     """
 
     codes: Address
@@ -148,6 +148,7 @@ class FaceConstants(NamedTuple):
         values: Whether elements times block scales are stored, in bf16, and in place of scales what is left of them.
         rule: Which block scale is chosen, as ``quantize`` names it.
         level_max: What an amax per tensor or row maps to in a two-level format.
+        of_rows: Whether the tensor's amax is the largest of those of the matrix's rows.
     """
 
     kind: int
@@ -164,6 +165,7 @@ class FaceConstants(NamedTuple):
     values: bool = False
     rule: int = OWN_RULE
     level_max: float = 1.0
+    of_rows: bool = False
 
 
 class MeasureConstants(NamedTuple):

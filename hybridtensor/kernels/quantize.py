@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_wait
 from hybridtensor.kernels import groups
 from hybridtensor.kernels.eden import cast_eden
 from hybridtensor.kernels.four_over_six import chosen_scale_codes
-from hybridtensor.kernels.groups import Place, State
+from hybridtensor.kernels.groups import Output, Place, State
 from hybridtensor.kernels.hadamard import rotate, rotate_back
 from hybridtensor.kernels.measure import amax_of_rows, raise_face
 from hybridtensor.kernels.numbers import (
@@ -67,6 +67,29 @@ AMAX_ROW = tl.constexpr(groups.AMAX_ROW)
 
 
 @triton.jit
+def _with_amax(out, M, FACE: tl.constexpr):
+    """Return the output with the tensor's amax in place of where those of ``M`` rows are, if these are given."""
+    if FACE.of_rows:
+        amax = 0.0
+        for first in range(0, M, 2048):
+            i = first + tl.arange(0, 2048)
+            of_rows = tl.load(out.measured + i, mask=i < M, other=0.0)
+            amax = tl.maximum(amax, tl.max(of_rows.to(tl.float32), 0))
+        return Output(out.codes, out.scales, out.stride_other, out.stride_along, out.levels, amax)
+    else:
+        return out
+
+
+@triton.jit
+def _amax_of_tensor(out, FACE: tl.constexpr):
+    """Return the amax that a face is scaled by; see ``_with_amax``."""
+    if FACE.of_rows:
+        return out.measured
+    else:
+        return tl.load(out.measured)
+
+
+@triton.jit
 def _cast_fp8(v, out, state, slot, also, place, FACE: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
               HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):  # fmt: skip
     """Cast a tile ``[P, Q]`` of a face to FP8; store it if wanted, and return its dequantized values if ``HELD``."""
@@ -83,7 +106,7 @@ def _cast_fp8(v, out, state, slot, also, place, FACE: tl.constexpr, TILE: tl.con
         y = v * factor
         unit = scale
     elif FACE.kind == TENSOR:
-        factor, scale = encode_scale(tl.load(out.measured), FACE.e5m2, FACE.pow2, FACE.overflow)
+        factor, scale = encode_scale(_amax_of_tensor(out, FACE), FACE.e5m2, FACE.pow2, FACE.overflow)
         if FACE.note:
             amax = tl.max(tl.max(tl.abs(v), 1), 0)
             raise_to(state.amaxes, amax, amax >= 0)
@@ -166,7 +189,7 @@ def _load_level(out, place, FACE: tl.constexpr, P: tl.constexpr):
                 tl.store(out.levels + i, level, mask=i < place.OTHER)
         return level[:, None]
     else:
-        level = tl.load(out.measured)
+        level = _amax_of_tensor(out, FACE)
         level = tl.where((level == 0) | (level == float("inf")), FACE.level_max, level)
         if FACE.store and (place.along == 0) & (place.other == 0):
             if FACE.values:
@@ -313,6 +336,8 @@ def _cast_tile_of_matrix(pid, matrix, row, column, state, first_row, row_slot, r
         # The tile does not depend on the amaxes, so that it is read while the kernel that measures ends (0.61 of copy
         # speed instead of 0.60).
         gdc_wait()
+    row = _with_amax(row, matrix.M, ROW_FACE)
+    column = _with_amax(column, matrix.M, COLUMN_FACE)
     cast_tile(
         tile, matrix, row, column, state, Place(top, left, matrix.M, matrix.K, matrix.K),
         Place(left, top, matrix.K, along, along), first_row, row_slot, row_stream, column_slot, column_stream,

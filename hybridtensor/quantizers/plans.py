@@ -13,7 +13,7 @@ from hybridtensor.formats import Format
 from hybridtensor.ops import NO_INPUTS, Cast, CastInputs, CastRequest, Faces, Hint
 from hybridtensor.ops.amaxes import Notes
 from hybridtensor.ops.library import is_traced, runs_directly
-from hybridtensor.ops.references.blocks import amax_by_rows
+from hybridtensor.ops.references.blocks import amaxes_of_rows
 from hybridtensor.state import Context
 
 if TYPE_CHECKING:
@@ -147,6 +147,8 @@ class CastPlan:
 
 Plans = dict[tuple[object, ...], "CastPlan | None"]
 """The casts of a quantizer, by what they depend on."""
+_MOST_ROWS = 4096
+"""Whose amaxes a cast reads itself, which saves a launch; each of its programs reads them all."""
 _NEW = CastPlan.__new__(CastPlan)  # stands for a plan that is not there
 _MOST_PLANS = 4096
 
@@ -211,7 +213,8 @@ def _measured_by_the_graph(matrix: Tensor, request: CastRequest, context: Contex
     A compiler puts them into what makes the matrix, which saves a pass over it. Weights are not made, but read. Of a
     single row nothing would be stored in between, so that the amax could be of values that were not rounded yet.
     """
-    if matrix.shape[0] == 1 or any(amax is not None for amax in context.amaxes):
+    rows = matrix.shape[0]
+    if rows <= 1 or any(amax is not None for amax in context.amaxes):
         return context
     of_matrix = (request.row or request.source, request.column if request.source is None else None)
     measures = [cast is not None and cast.measures is not None for cast in of_matrix]
@@ -220,7 +223,9 @@ def _measured_by_the_graph(matrix: Tensor, request: CastRequest, context: Contex
     )
     if per_row_or_rotated or not any(measures):
         return context
-    amax = amax_by_rows(matrix)
+    amax = amaxes_of_rows(matrix)
+    if request.source is not None or not (isinstance(rows, int) and rows <= _MOST_ROWS):
+        amax = amax.amax(dim=0, keepdim=True).float()
     row, column = (amax if wanted else None for wanted in measures)
     return context._replace(amaxes=(row, column))
 

@@ -25,7 +25,7 @@ from hybridtensor.ops.cast.in_graphs import CastInGraph
 from hybridtensor.ops.cast.request import parse_request
 from hybridtensor.ops.dequantize import dequantize_cuda, dequantize_reference
 from hybridtensor.ops.references import float8, mx, nvfp4
-from hybridtensor.ops.references.blocks import block_amax
+from hybridtensor.ops.references.blocks import amaxes_of_rows, block_amax
 from hybridtensor.testing import edge_tensor, random_tensor
 
 CASTS = [
@@ -390,6 +390,49 @@ def test_known_amaxes_of_what_the_rowwise_face_holds(source, column, run, device
     got = run(x, column=column, source=source, row_amax=row_amax, column_amax=column_amax)
     expected = quantize(values, column=column, column_amax=column_amax)
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, expected, strict=True))
+
+
+PER_TENSOR = [cast for cast in CASTS if cast.measures is False and not cast.format.hadamard]
+VALUES = [cast.for_values() for cast in PER_TENSOR if cast.format.values is not None][:2]
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "dtype", "rows"),
+    in_turn(
+        [*PER_TENSOR, *VALUES, None],
+        [cast.for_columnwise() for cast in PER_TENSOR[::-1]],
+        [torch.bfloat16, torch.float32, torch.float16],
+        [32, 2, 96, 2080],
+    ),
+    ids=str,
+)
+def test_amaxes_of_rows_give_the_scale_of_the_tensor(row, column, dtype, rows, run, device):
+    """Oracle: the definition, which measures. The largest is in the last row; a NaN does not count."""
+    x = random_tensor(rows, 64, device=device, dtype=dtype)
+    x[-1, 5] = 300.0
+    if row not in VALUES:  # bf16 has many NaN
+        x[0, 3] = float("nan")
+    rounding = torch.tensor([3, 4], device=device)
+    amaxes = amaxes_of_rows(x)
+    given = {"row_amax": None if row is None else amaxes, "column_amax": amaxes}
+    got = run(x, row=row, column=column, rounding=rounding, **given)
+    expected = quantize(x, row=row, column=column, rounding=rounding)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, expected, strict=True))
+
+
+def test_amaxes_of_rows_are_of_what_is_cast():
+    """Rotated values, those that the rowwise face holds, and other dtypes have other amaxes."""
+    x, e4m3 = random_tensor(32, 32), cast_of("fp8_e4m3_tensor")
+    amaxes = amaxes_of_rows(x)
+    for faces, given in (
+        ({"row": cast_of("nvfp4_hadamard")}, {"row_amax": amaxes}),
+        ({"column": e4m3, "source": cast_of("mxfp8_e4m3")}, {"column_amax": amaxes}),
+        ({"column": e4m3, "source": e4m3}, {"row_amax": amaxes}),
+        ({"row": e4m3}, {"row_amax": amaxes.double()}),
+        ({"row": e4m3}, {"row_amax": amaxes[1:]}),
+    ):
+        with pytest.raises(ValueError, match=r"quantize: (row|column)_amax of shape \(1,\) is required for"):
+            quantize(x, **faces, **given)
 
 
 def test_known_amaxes_have_to_fit():

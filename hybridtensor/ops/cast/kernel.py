@@ -45,6 +45,10 @@ _Amax: TypeAlias = tuple[torch.Size, bool] | None
 """Of a given amax: its shape, and whether its address is a multiple of ``_ALIGNMENT``."""
 
 
+def _size(amax: _Amax) -> int:
+    return 0 if amax is None else amax[0].numel()
+
+
 class _Key(NamedTuple):
     """Cache key of a cast: everything but addresses."""
 
@@ -162,7 +166,8 @@ class KernelCast(PreparedCast):
             key = key._replace(strides=(-(-key.shape[1] // 16) * 16, 1))
         self.key = key
         source = None if request.column is None else request.source
-        row, column = KernelFace.of(source or request.row), KernelFace.of(request.column)
+        row = KernelFace.of(source or request.row, _size(key.row_amax))
+        column = KernelFace.of(request.column, _size(key.column_amax))
         if request.row is not None:
             row = row._replace(values=KernelFace.of(request.row).values)
         faces, (m, k) = (row, column), key.shape

@@ -165,8 +165,10 @@ class CastInputs(NamedTuple):
         rounding: Key and step of stochastic rounding, int64 ``[2]``, or None.
         first_row: Index of the matrix's first row in the whole tensor, for stochastic rounding.
         row_amax: Amaxes for the scales of the rowwise face (or ``source``) instead of measured ones, for a matrix that
-            is a part of a tensor: fp32 ``[1]``, or ``[M]`` for a scale per row; or None.
-        column_amax: The same for the columnwise face, ``[1]`` or ``[K]``.
+            is a part of a tensor, or was measured before: fp32 ``[1]``, or ``[M]`` for a scale per row; or None. For a
+            scale per tensor also those of the rows, ``[M]`` in the dtype of the matrix, of which the largest counts,
+            without ``source`` and rotation.
+        column_amax: The same for the columnwise face, ``[1]``, ``[K]`` for a scale per row of it, or ``[M]``.
         hint: Amax of the last matrix of this kind; see ``Hint``.
         after: Tensor that a graph must compute before this cast; its values are not read. See ``ops.order``.
         prologue: Computation of the matrix inside the cast kernel; None if the matrix is in memory.
@@ -208,9 +210,9 @@ def check_inputs(x: Tensor, request: CastRequest, inputs: CastInputs) -> None:
         raise ValueError(
             f"quantize: a columnwise face of the rowwise one is required, got source {source} of {row}"
         )
-    if inputs.row_amax is not None:
+    if inputs.row_amax is not None and not _are_of_rows(x, request, row, inputs.row_amax):
         _check_amax(row or source, inputs.row_amax, x.shape[0], "row_amax")
-    if inputs.column_amax is not None:
+    if inputs.column_amax is not None and not _are_of_rows(x, request, column, inputs.column_amax):
         _check_amax(column, inputs.column_amax, x.shape[1], "column_amax")
     if inputs.encode_scale is None:
         for cast in (row, column, source):
@@ -252,6 +254,13 @@ def _check_rule(cast: Cast) -> None:
         raise ValueError(
             f"quantize: rounding to nearest is required for {fmt} with rule {cast.rule!r}, got stream {cast.stream}"
         )
+
+
+def _are_of_rows(x: Tensor, request: CastRequest, cast: Cast | None, amax: Tensor) -> bool:
+    """Return whether amaxes are those of the matrix's rows, of which a cast per tensor takes the largest."""
+    if cast is None or request.source is not None or cast.measures is not False:
+        return False
+    return amax.shape == x.shape[:1] and amax.dtype == x.dtype and not cast.format.hadamard
 
 
 def _check_amax(cast: Cast | None, amax: Tensor, rows: int, name: str) -> None:

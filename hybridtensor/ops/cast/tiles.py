@@ -58,6 +58,7 @@ class KernelFace(NamedTuple):
         values: Whether values are stored in place of elements and block scales.
         rule: Choice of block scales.
         level_max: What an amax per tensor or row maps to in a two-level format.
+        of_rows: Whether the tensor's amax is given as those of the matrix's rows.
     """
 
     kind: int
@@ -71,9 +72,10 @@ class KernelFace(NamedTuple):
     values: bool = False
     rule: int = OWN_RULE
     level_max: float = 1.0
+    of_rows: bool = False
 
     @classmethod
-    def of(cls, cast: Cast | None) -> KernelFace:
+    def of(cls, cast: Cast | None, num_amaxes: int = 0) -> KernelFace:
         if cast is None:
             return cls(NONE)
         fmt = cast.format.base
@@ -89,6 +91,7 @@ class KernelFace(NamedTuple):
             values=fmt is not cast.format,
             rule=_RULES[cast.rule],
             level_max=fmt.tensor_scale_max,
+            of_rows=num_amaxes > 1 and not cast.measures,
         )
 
     @property
@@ -122,6 +125,7 @@ class KernelFace(NamedTuple):
             values=self.values,
             rule=self.rule,
             level_max=self.level_max,
+            of_rows=self.of_rows,
         )
 
 

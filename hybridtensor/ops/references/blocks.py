@@ -27,12 +27,10 @@ def _magnitudes(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), 0.0, x.abs())
 
 
-def amax_by_rows(x: Tensor) -> Tensor:
-    """Return the largest magnitude of a matrix, fp32 ``[1]``: that of each row first, as compilers fuse it."""
-    if x.shape[0] == 0:
-        return x.new_zeros(1, dtype=torch.float32)
+def amaxes_of_rows(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each row, in the dtype of ``x``; NaN elements do not count."""
     # few operations: a compiler takes milliseconds for each, in each layer that it traces
-    return _magnitudes(x).amax(dim=1).amax(dim=0, keepdim=True).float()
+    return _magnitudes(x).amax(dim=1)
 
 
 def block_has_nan(x: Tensor, block: Block) -> Tensor:
