@@ -210,10 +210,10 @@ def check_inputs(x: Tensor, request: CastRequest, inputs: CastInputs) -> None:
         raise ValueError(
             f"quantize: a columnwise face of the rowwise one is required, got source {source} of {row}"
         )
-    if inputs.row_amax is not None and not _are_of_rows(x, request, row, inputs.row_amax):
-        _check_amax(row or source, inputs.row_amax, x.shape[0], "row_amax")
-    if inputs.column_amax is not None and not _are_of_rows(x, request, column, inputs.column_amax):
-        _check_amax(column, inputs.column_amax, x.shape[1], "column_amax")
+    if inputs.row_amax is not None:
+        _check_amax(x, row or source, inputs.row_amax, x.shape[0], source is not None, "row_amax")
+    if inputs.column_amax is not None:
+        _check_amax(x, column, inputs.column_amax, x.shape[1], source is not None, "column_amax")
     if inputs.encode_scale is None:
         for cast in (row, column, source):
             if cast is not None and cast.slot >= 0:
@@ -256,18 +256,16 @@ def _check_rule(cast: Cast) -> None:
         )
 
 
-def _are_of_rows(x: Tensor, request: CastRequest, cast: Cast | None, amax: Tensor) -> bool:
-    """Return whether amaxes are those of the matrix's rows, of which a cast per tensor takes the largest."""
-    if cast is None or request.source is not None or cast.measures is not False:
-        return False
-    return amax.shape == x.shape[:1] and amax.dtype == x.dtype and not cast.format.hadamard
-
-
-def _check_amax(cast: Cast | None, amax: Tensor, rows: int, name: str) -> None:
+def _check_amax(
+    x: Tensor, cast: Cast | None, amax: Tensor, rows: int, has_source: bool, name: str
+) -> None:
     """Raise ValueError unless a cast can be scaled by ``amax``."""
     per_row = None if cast is None else cast.measures
     shape = None if per_row is None else (rows if per_row else 1,)
-    if tuple(amax.shape) != shape:
+    if tuple(amax.shape) == shape:
+        return
+    of_rows = amax.shape == x.shape[:1] and amax.dtype == x.dtype
+    if per_row is not False or has_source or not of_rows or (cast and cast.format.hadamard):
         raise ValueError(
             f"quantize: {name} of shape {shape} is required for {cast}, got {tuple(amax.shape)}"
         )
