@@ -350,25 +350,19 @@ def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtyp
             f"linear: a bias of shape {tuple(weight.shape[:1])} is required, got {tuple(bias.shape)}; expand it, or "
             "add it to the output"
         )
-    _check_like_weight("input", input, weight, dtype)
-    if bias is not None:
-        _check_like_weight("bias", bias, weight, dtype)
-
-
-def _check_like_weight(
-    name: str, operand: Tensor, weight: Weight, dtype: torch.dtype | None
-) -> None:
-    """Raise ValueError unless an operand has a dtype, if one is required, and the device of the weight."""
-    if dtype is not None and operand.dtype != dtype:
-        raise ValueError(
-            f"linear: one dtype is required, got {name} in {operand.dtype} for a weight in {dtype}; cast one, or "
-            "use torch.autocast"
-        )
-    if operand.device != weight.device:
-        raise ValueError(
-            f"linear: operands on one device are required, got {name} on {operand.device} and a weight on "
-            f"{weight.device}; move them"
-        )
+    for name, operand in (("input", input), ("bias", bias)):
+        if operand is None:
+            continue
+        if dtype is not None and operand.dtype != dtype:
+            raise ValueError(
+                f"linear: one dtype is required, got {name} in {operand.dtype} for a weight in {dtype}; cast one, or "
+                "use torch.autocast"
+            )
+        if operand.device != weight.device:
+            raise ValueError(
+                f"linear: operands on one device are required, got {name} on {operand.device} and a weight on "
+                f"{weight.device}; move them"
+            )
 
 
 def _check_layout(weight: Weight, state: LayerState | StateTensors) -> None:

@@ -83,6 +83,8 @@ class MasterWeight(QuantizedWhenUsed):
         new = type(self)(plain, self.config)
         new.record, new._seen = self.record, self._seen
         if plain is not self.plain:
+            # Else this weight counts earlier writes at its next use, when the alias has faces of after them.
+            self.record.count_writes(self.plain, version_of(self.plain))
             self.record.add_holder(plain)
         return new
 

@@ -165,15 +165,19 @@ class WeightRecord:
             reference = weakref.ref(plain, lambda _: holders.pop(key, None))
             holders[key] = _Holder(reference, version_of(plain))
 
+    def count_writes(self, plain: Tensor, version: int) -> None:
+        """Count writes of ``plain`` by torch's version counter since the last call."""
+        holder = self._holders[id(plain)]
+        if holder.version != version:
+            holder.version = version
+            self.changes += 1
+
     def count_others(self, plain: Tensor, version: int) -> None:
         """Count what others wrote, or may have written, since the last use of ``plain``."""
         # Besides torch's count, each use while an alias exists counts as a write, and one more use after it: its holder
         # may have written in between.
         holders = self._holders
-        holder = holders[id(plain)]
-        if holder.version != version:
-            holder.version = version
-            self.changes += 1
+        self.count_writes(plain, version)
         # see ``is_shared``
         shared = _use_count(plain.untyped_storage()._cdata) > len(holders) + 1
         if shared or self.is_held_elsewhere:

@@ -47,6 +47,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint as checkpoint_
 
 import hybridtensor as ht
+from hybridtensor import ops
 from hybridtensor.distributed import checkpoint
 from hybridtensor.dtensor import local
 from hybridtensor.linear import weight_buckets
@@ -333,6 +334,34 @@ def count_casts(rank, recipes):
 def test_as_many_casts_as_of_the_whole(two):
     """Layers that read one input share its faces, weights keep theirs."""
     two.run(count_casts, ["mxfp8", "fp8", "fp8_delayed", "fp8+dequantized"])
+
+
+def cast_together(rank, cases):
+    for recipe, first, calls_step in cases:
+        model, counts = cut(recipe, tp_mesh(), first=first), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        real = ops.quantize_all
+
+        def counted(xs, *args, real=real, counts=counts):
+            counts.append(len(xs))
+            return real(xs, *args)
+
+        with mock.patch.object(ops, "quantize_all", counted):
+            for _ in range(4):
+                model(data(1).requires_grad_()).float().square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if calls_step:
+                    ht.step_(model)
+        # Columnwise faces, then the next step's rowwise ones
+        assert counts == [3, 3] * 3 + ([3, 3] if calls_step else [3]), (recipe, first, counts)
+
+
+def test_weights_are_cast_together_in_each_step(two):
+    """Each step multiplies new views of the weights, the parts on this rank: their faces are made once for all."""
+    two.run(
+        cast_together, [("fp8", "quantize", False), ("fp8", "parallelize", True), ("fp8_delayed", "quantize", True)]
+    )
 
 
 def delayed_scales(rank):

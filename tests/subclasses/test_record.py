@@ -139,6 +139,23 @@ def test_an_alias_of_ours_has_the_faces_and_counts_its_writes(name):
     assert faces(weight)[0].qdata is faces(alias)[0].qdata
 
 
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("through", ["weight", "alias"])
+def test_one_write_is_counted_once_for_the_weight_and_a_new_alias(name, through):
+    """As of a weight that each step multiplies through a new view: what the view made is not old then."""
+    weight = model()[0].weight
+    faces(weight)
+    with torch.no_grad():
+        old = OURS[name](weight)
+        (weight if through == "weight" else old).mul_(2)
+        new = OURS[name](weight)
+    made = faces(new)[0].qdata
+    assert faces(weight)[0].qdata is made
+    assert faces(new)[0].qdata is made
+    assert_fresh(weight)
+
+
 def test_views_keep_faces_of_their_own():
     """As of experts whose weights are one parameter."""
     weight = MasterWeight(torch.randn(3, 32, 64), HybridConfig.parse("fp8"))

@@ -24,11 +24,15 @@ def define_faces(
     if inputs.prologue is not None:
         x = inputs.prologue.matrix(x)
     row, column = request[:2]
-    codes = request._replace(row=row and row.for_codes(), column=column and column.for_codes())
+    codes = request
+    if row is not None and row.format.values_of is not None:
+        codes = codes._replace(row=row.for_codes())
+    if column is not None and column.format.values_of is not None:
+        codes = codes._replace(column=column.for_codes())
     of_row, of_column = _define_codes(x, codes, inputs)
-    if row is not None and of_row is not None and row != codes.row:
+    if row is not None and of_row is not None and row is not codes.row:
         of_row = _values(of_row, row.format)
-    if column is not None and of_column is not None and column != codes.column:
+    if column is not None and of_column is not None and column is not codes.column:
         of_column = _values(of_column, column.format)
     return of_row, of_column
 
