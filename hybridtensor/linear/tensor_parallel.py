@@ -6,7 +6,6 @@ output are. So there is one implementation of the three products, and each part 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from hybridtensor.linear.operands import QUANTIZED, Weight
 from hybridtensor.ops.autograd import Function
 from hybridtensor.ops.library import left_whole
 from hybridtensor.state import Section
+from hybridtensor.subclasses.wrapper import contiguous_strides
 
 
 class _Placed(NamedTuple):
@@ -81,7 +81,6 @@ def sharded_linear(input: Tensor, weight: DTensor, bias: DTensor | None = None) 
     w: Any = local(weight)
     if torch.is_grad_enabled():
         w = weight.to_local(grad_placements=grad_weight)
-    note_section(weight, w)
     b: Tensor | None = None
     if bias is not None:
         _check("bias", bias, weight)
@@ -91,20 +90,29 @@ def sharded_linear(input: Tensor, weight: DTensor, bias: DTensor | None = None) 
         for dim, placement in enumerate(weight.placements):
             if placement == Shard(1) and mesh.get_local_rank(dim):
                 b = _Elsewhere.apply(b)
-    y = linear(x, w, b)
+    # Every attribute of the weight would pass through its torch function.
+    with torch._C.DisableTorchFunctionSubclass():
+        note_section(weight, w)
+        y = linear(x, w, b)
     # Given, because ``from_local`` takes shards for even ones: it multiplies this rank's extent by the number of
     # ranks.
-    stride = _contiguous(shape)
+    stride = contiguous_strides(shape)
     return DTensor.from_local(y, mesh, out, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def note_section(weight: DTensor, part: Weight, dims: Sequence[int] | None = None) -> None:
     """Record the local weight's section of the layer; raise ValueError if that cuts blocks of its formats."""
-    if part.record.section is None and (dims is None or len(dims) == weight.device_mesh.ndim):
+    # Private, one object for as long as the parameter is cut so: working out the section asks the mesh 20 times.
+    record, spec = part.record, weight._spec
+    known = record.cut
+    if dims is None and known is not None and known[0] is spec and known[1] is record.section:
+        return
+    if record.section is None and (dims is None or len(dims) == weight.device_mesh.ndim):
         name = "" if part.state is None else part.state.name
         who = f"linear: layer {name}, a part {list(part.shape)} of {list(weight.shape)}"
         part.recipe.check_sizes(part.shape[0], part.shape[1], who)
-    part.record.section = section_of(weight, dims)
+    record.section = section_of(weight, dims)
+    record.cut = None if dims is not None else (spec, record.section)
 
 
 def section_of(weight: DTensor, dims: Iterable[int] | None = None) -> Section:
@@ -122,10 +130,6 @@ def section_of(weight: DTensor, dims: Iterable[int] | None = None) -> Section:
             index[along], count[along] = index[along] * parts + mine, count[along] * parts
             size[along] = max(min(largest, size[along] - mine * largest), 0)
     return Section(index[0], count[0], first[0], index[1], count[1])
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 class _Elsewhere(Function):

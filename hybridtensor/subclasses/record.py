@@ -63,6 +63,7 @@ class WeightRecord:
         shard: The ``distributed.fsdp.shard.Shard`` of a local shard, weakly, or None.
         gathered: Owner of the faces of a weight that FSDP2 gathered, or None.
         section: This rank's section of the layer under tensor parallelism; None is all of it.
+        cut: The spec of the DTensor that the section was worked out for, and the section; None if it came otherwise.
         first: Number of this rank's first expert of a stack; None if unknown.
         changes: Count of counted writes, and of moments at which an alias may have written: each invalidates faces.
         writes: Writes that handlers counted.
@@ -86,6 +87,7 @@ class WeightRecord:
         "compiled_writes",
         "context",
         "counted_writes",
+        "cut",
         "first",
         "for_products",
         "gathered",
@@ -109,6 +111,7 @@ class WeightRecord:
         self.shard: weakref.ref[Any] | None = None
         self.gathered: Gathered | None = None
         self.section: Section | None = None
+        self.cut: tuple[object, Section] | None = None
         self.first: int | None = None
         self.changes = self.writes = self.compiled_writes = 0
         self.replayed = False

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch._prims_common import make_contiguous_strides_for  # private; takes traced sizes too
 
 from hybridtensor.arguments import require_flag, require_tensor
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
@@ -72,7 +71,7 @@ class WrapperTensor(Tensor):
             made = torch.Tensor._make_wrapper_subclass(
                 cls,
                 size,
-                strides=make_contiguous_strides_for(size) if stride is None else stride,
+                strides=contiguous_strides(size) if stride is None else stride,
                 storage_size=0,  # whoever takes the storage gets no bytes, not memory that is not there
                 dtype=dtype,
                 device=device,
@@ -292,6 +291,15 @@ class WrapperTensor(Tensor):
     def tolist(self) -> list[Any]:
         """Return the values as nested lists of numbers."""
         return self.dequantize().tolist()
+
+
+def contiguous_strides(size: Size) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor; extents may be symbols, which are two or more."""
+    strides, step = [], 1
+    for extent in reversed(size):
+        strides.append(step)
+        step = step * extent if isinstance(extent, torch.SymInt) else step * max(extent, 1)
+    return tuple(reversed(strides))
 
 
 def require_plain(who: str, x: object) -> None:

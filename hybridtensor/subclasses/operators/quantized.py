@@ -124,7 +124,9 @@ def _t(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 def _view(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Regroup or flatten leading dimensions; scale groups are unchanged."""
     x: QuantizedTensor = args[0]
-    size = tuple(infer_size(args[1], x.numel()))
+    size = tuple(args[1])
+    if -1 in size or math.prod(size) != x.numel():
+        size = tuple(infer_size(size, x.numel()))  # which raises for another number of elements
     if size == tuple(x.shape):
         return alias(x)
     if x.is_stack and size[1:] not in ((), x.matrix_shape):
