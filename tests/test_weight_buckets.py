@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
 from hybridtensor import ops
@@ -117,6 +118,31 @@ def test_one_launch_for_all_that_the_last_step_used(casts, call_step):
     casts["measured"].clear()
     train(*built("fp8"), "cpu", steps=3, call_step=call_step)
     assert casts["measured"] == ([3, 4, 3] if call_step else [3, 4])
+
+
+@pytest.mark.parametrize("variant", ["microbatches", "frozen", "checkpointed", "plain"])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed", "nvfp4", "fp8+free_faces", "fp8+dequantized"])
+def test_layers_do_not_look_through_their_bucket_in_vain(recipe, variant, monkeypatch):
+    """A step of 12 layers asks about each weight a few times, not each layer about all of the bucket."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, dtype=torch.bfloat16) for _ in range(12)))
+    ht.quantize_(model, recipe)
+    if variant == "frozen":
+        for layer in model:
+            layer.weight.requires_grad_(False)
+    optimizer, asked = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), []
+    real = weight_buckets._weight_of
+    monkeypatch.setattr(weight_buckets, "_weight_of", lambda *args: [asked.append(args), real(*args)][1])
+    for _ in range(4):
+        asked.clear()
+        for _ in range(3 if variant == "microbatches" else 1):
+            x = random_tensor(32, 64).requires_grad_()
+            y = checkpoint(model, x, use_reentrant=False) if variant == "checkpointed" else model(x)
+            y.float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ht.step_(model)
+    assert len(asked) <= 3 * len(model)  # for the next step, rowwise where none was made ready, columnwise
 
 
 def test_a_weight_that_a_step_did_not_use_is_not_made_ready_again(casts):

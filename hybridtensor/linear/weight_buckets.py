@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -49,21 +49,30 @@ class WeightBucket:
             if weight is not None:
                 yield weight
 
-    def refresh(self) -> int:
-        """Quantize the rowwise faces of weights written since their last forward; return the number of elements."""
-        jobs = _Jobs()
-        with _as_tensors():
-            for weight in self.weights():
-                jobs.add_for_forward(weight)
-            return jobs.run()
+    def refresh(self, asking: MasterWeight | None = None) -> int:
+        """Quantize the rowwise faces of weights written since their last forward; return the number of elements.
 
-    def add_columns(self) -> None:
-        """Quantize the columnwise faces that backwards will need, of weights whose forward is over."""
+        Nothing is done for others where the ``asking`` weight does not take part.
+        """
+        return self._run(_Jobs.add_for_forward, asking)
+
+    def add_columns(self, asking: MasterWeight) -> None:
+        """Quantize the columnwise faces that backwards will need, of weights whose forward is over, as ``refresh``."""
+        self._run(_Jobs.add_for_backward, asking)
+
+    def _run(self, add: Callable[[_Jobs, MasterWeight], None], asking: MasterWeight | None) -> int:
         jobs = _Jobs()
         with _as_tensors():
+            if asking is not None:
+                # First: else each layer of a model whose weights are cast alone looks through all others, in vain.
+                if _takes_part(asking):
+                    add(jobs, asking)
+                if not jobs.found:
+                    return 0
             for weight in self.weights():
-                jobs.add_for_backward(weight)
-            jobs.run()
+                if asking is None or weight.record is not asking.record:
+                    add(jobs, weight)
+            return jobs.run()
 
 
 @contextlib.contextmanager
@@ -222,15 +231,20 @@ def _weight_of(layer: nn.Module, name: str) -> MasterWeight | None:
         if type(part) is not MasterWeight:
             return None
         weight = part
+    return weight if _takes_part(weight) else None
+
+
+def _takes_part(weight: MasterWeight) -> bool:
+    """Return whether a weight can be quantized in a bucket."""
     record = weight.record
     state = record.layer
     # A common scale is measured from all of its weights, and replays of a CUDA graph write without being counted.
     if not isinstance(state, LayerState) or state.common is not None or state.replayed:
-        return None
+        return False
     if record.shard is not None or record.gathered is not None or record.replayed:
-        return None
+        return False
     shape = weight.place[0]
-    return weight if type(weight.plain) in _PLAIN and len(shape) == 2 and 0 not in shape else None
+    return type(weight.plain) in _PLAIN and len(shape) == 2 and 0 not in shape
 
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -247,7 +261,7 @@ def refresh_bucket(weight: MasterWeight) -> None:
     if not weight.record.is_held_elsewhere:
         bucket = _bucket_of(weight)
         if bucket is not None:
-            bucket.refresh()
+            bucket.refresh(weight)
 
 
 def add_columns_of_bucket(weight: MasterWeight) -> None:
@@ -255,7 +269,7 @@ def add_columns_of_bucket(weight: MasterWeight) -> None:
     if not weight.record.is_held_elsewhere:
         bucket = _bucket_of(weight)
         if bucket is not None:
-            bucket.add_columns()
+            bucket.add_columns(weight)
 
 
 def _bucket_of(weight: MasterWeight) -> WeightBucket | None:

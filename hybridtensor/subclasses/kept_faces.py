@@ -166,11 +166,15 @@ class KeptFaces:
 
     def end_forward(self, policy: str, *, trained: bool, backward_follows: bool) -> None:
         """Release what a forward used and nothing will use again."""
-        self.awaits_column = backward_follows
         again = self._is_reused or (not trained and self._evaluations > 1)
-        if policy == "never" or (policy == "auto" and not again):
-            for kept in self._kept.values():
+        frees = policy == "never" or (policy == "auto" and not again)
+        lacks = not self._kept
+        for kept in self._kept.values():
+            lacks = lacks or kept.column is None
+            if frees:
                 kept.row = None
+        # Where none is to be made, backward need not look through the bucket for others.
+        self.awaits_column = backward_follows and lacks
 
     def end_backward(self, policy: str) -> None:
         """Release what a backward used and nothing will use again."""

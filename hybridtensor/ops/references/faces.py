@@ -104,7 +104,7 @@ def _face(matrix: Tensor, cast: Cast, inputs: CastInputs, *, transposed: bool) -
     fmt, tensor_scale = cast.format, None
     given = inputs.column_amax if transposed else inputs.row_amax
     amax = None if given is None else given[:, None]
-    if amax is not None and len(amax) > 1 and not cast.measures:  # of the matrix's rows
+    if amax is not None and amax.shape[0] > 1 and not cast.measures:  # of the matrix's rows
         amax = amax.amax(dim=0, keepdim=True).float()
     rounding = inputs.rounding if cast.stream >= 0 else None
     draws = nvfp4.Draws(rounding, cast.stream, inputs.first_row, transposed)
