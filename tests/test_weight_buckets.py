@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import hybridtensor as ht
 from hybridtensor import ops
 from hybridtensor.linear import weight_buckets
+from hybridtensor.ops.cast import definition
 from hybridtensor.subclasses import MasterWeight, kept_faces, master_tensor, quantized_when_used
 from hybridtensor.testing import random_tensor
 
@@ -143,6 +144,36 @@ def test_layers_do_not_look_through_their_bucket_in_vain(recipe, variant, monkey
         optimizer.zero_grad()
         ht.step_(model)
     assert len(asked) <= 3 * len(model)  # for the next step, rowwise where none was made ready, columnwise
+
+
+def test_weights_that_are_multiplied_transposed_are_not_made_ready_as_they_lie(casts, monkeypatch):
+    """As of GPT-2's layers: each is cast once as the product reads it."""
+    measured, real = [], definition.ReferenceCast.measure
+    monkeypatch.setattr(definition.ReferenceCast, "measure", lambda *args: [measured.append(0), real(*args)][1])
+    model = nn.Sequential(*(Conv1D(64, 64) for _ in range(3))).bfloat16()
+    ht.quantize_(model, "fp8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        measured.clear()
+        model(random_tensor(32, 64).requires_grad_()).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ht.step_(model)
+    assert casts == {"cast": [], "measured": []}
+    assert len(measured) == 3
+
+
+class Conv1D(nn.Module):
+    """GPT-2's layer: its weight is ``[in, out]``."""
+
+    is_transposed = True
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / 8)
+
+    def forward(self, x):
+        return x @ self.weight
 
 
 def test_a_weight_that_a_step_did_not_use_is_not_made_ready_again(casts):

@@ -241,6 +241,8 @@ def _takes_part(weight: MasterWeight) -> bool:
     # A common scale is measured from all of its weights, and replays of a CUDA graph write without being counted.
     if not isinstance(state, LayerState) or state.common is not None or state.replayed:
         return False
+    if state.transposed:  # a view is multiplied, which kernels of lists cannot read
+        return False
     if record.shard is not None or record.gathered is not None or record.replayed:
         return False
     shape = weight.place[0]
