@@ -23,12 +23,13 @@ SKIPPED_NAMES = {
 
 class Layer(NamedTuple):
     """A linear layer, or experts with one stack of weights; ``transposed`` if stored ``[in, out]`` or ``[E, in,
-    out]``."""
+    out]``, ``is_head`` if its model says that it is the output head."""
 
     name: str
     module: nn.Module
     parameter: str = "weight"
     transposed: bool = False
+    is_head: bool = False
 
     @property
     def weight(self) -> Tensor:
@@ -94,8 +95,18 @@ class Layer(NamedTuple):
             return "nn.MultiheadAttention computes with its weight below autograd"
         if self.is_stack and not _is_of_experts(self.module, self.weight):
             return f"{type(self.module).__name__} has no num_experts that is its first extent"
-        name = self.name.rpartition(".")[2]
-        return None if name == "gate" and self._gates_values() else SKIPPED_NAMES.get(name)
+        return SKIPPED_NAMES.get(self._kind_of_name())
+
+    def _kind_of_name(self) -> str:
+        """Return the key of ``SKIPPED_NAMES`` that applies to a layer, or ""."""
+        *outer, name = self.name.split(".")
+        # Of routers that are modules of their own, the layers inside have any name
+        names = [name] if self.is_stack else [*outer, name]
+        if self.is_head or name == "lm_head":
+            return "lm_head"
+        if "router" in names:
+            return "router"
+        return "gate" if "gate" in names and not self._gates_values() else ""
 
     def _gates_values(self) -> bool:
         """Return whether a gate belongs to an MLP or attention; a router's is narrow, with one output per expert."""
@@ -106,14 +117,28 @@ class Layer(NamedTuple):
 def layers_of(model: nn.Module, root: str = "") -> Iterator[Layer]:
     """Yield every layer that a recipe can be for; three-dimensional parameters of torch's own modules are not
     experts."""
+    heads = _heads_of(model)
     for name, module in model.named_modules(prefix=root):
         if is_linear(module):
-            yield Layer(name, module, transposed=stores_transposed(module))
+            transposed = stores_transposed(module)
+            yield Layer(name, module, transposed=transposed, is_head=module in heads)
         elif not type(module).__module__.startswith("torch.nn."):
             for parameter, weight in module._parameters.items():
                 if weight is not None and weight.dim() == 3 and weight.is_floating_point():
                     full = f"{name}.{parameter}" if name else parameter
                     yield Layer(full, module, parameter, _is_transposed(module, parameter, weight))
+
+
+def _heads_of(model: nn.Module) -> set[nn.Module]:
+    """Return the output heads of a model and of its parts, and all modules inside of them, where they can be asked:
+    models of Transformers have ``get_output_embeddings``, whatever they call the head."""
+    heads = set[nn.Module]()
+    for module in model.modules():
+        ask = getattr(type(module), "get_output_embeddings", None)
+        head = None if ask is None else ask(module)
+        if isinstance(head, nn.Module):
+            heads.update(head.modules())
+    return heads
 
 
 def _is_of_experts(module: nn.Module, weight: Tensor) -> bool:

@@ -17,7 +17,6 @@ from hybridtensor.arguments import require_choice, require_items, require_text, 
 from hybridtensor.dtensor import local
 from hybridtensor.formats import Format
 from hybridtensor.layers import SKIPPED_NAMES, Layer, layers_of
-from hybridtensor.linear.kinds import is_linear, stores_transposed
 from hybridtensor.linear.layer_forward import recipe_of
 from hybridtensor.quantizers import IdentityQuantizer, Quantizer
 from hybridtensor.recipes.config import KEEP_FACES, HybridConfig, QuantizerRole
@@ -257,7 +256,9 @@ def coverage(model: nn.Module) -> Coverage:
     """Return the quantized share of a model, and the large plain matrices."""
     sizes: dict[int, int] = {}
     matrices: dict[int, tuple[int, HybridConfig | None, PlainMatrix]] = {}
-    stacks = {id(layer.weight): layer for layer in layers_of(model) if layer.is_stack}
+    layers = list(layers_of(model))
+    stacks = {id(layer.weight): layer for layer in layers if layer.is_stack}
+    linears = {layer.module: layer for layer in layers if not layer.is_stack}
     parametrized = _parametrized(model)
     for path, holder in model.named_modules():
         owner, module = parametrized.get(holder, (path, holder))
@@ -269,9 +270,8 @@ def coverage(model: nn.Module) -> Coverage:
             added = name.endswith("bias")  # of experts they are matrices, too
             if parameter.dim() >= 2 and not lookup and not added:
                 full = f"{path}.{name}" if path else name
-                why = _why_plain(
-                    owner, module, stacks.get(id(parameter)), name, tuple(parameter.shape)
-                )
+                layer = stacks.get(id(parameter)) or linears.get(module)
+                why = _why_plain(owner, module, layer, name, tuple(parameter.shape))
                 left = PlainMatrix(full, tuple(parameter.shape), *why)
                 config = _config_of(module, parameter)
                 matrices.setdefault(id(parameter), (parameter.numel(), config, left))
@@ -310,14 +310,13 @@ def _parametrized(model: nn.Module) -> dict[nn.Module, tuple[str, nn.Module]]:
 
 
 def _why_plain(
-    name: str, module: nn.Module, stack: Layer | None, matrix_name: str, shape: tuple[int, ...]
+    name: str, module: nn.Module, layer: Layer | None, matrix_name: str, shape: tuple[int, ...]
 ) -> tuple[str, bool]:
     """Return why a matrix is not quantized, and whether that was decided deliberately."""
-    if stack is not None:
-        reason = stack.why_skipped()
-        return reason or "not chosen", reason is None
-    if is_linear(module):
-        reason = Layer(name, module, transposed=stores_transposed(module)).why_skipped()
+    if layer is not None:
+        reason = layer.why_skipped()
+        if layer.is_stack:
+            return reason or "not chosen", reason is None
         by_name = reason == SKIPPED_NAMES["gate"]  # a large one is hardly a router's
         return reason or "not chosen", not by_name
     router = SKIPPED_NAMES.get(name.rpartition(".")[2])

@@ -95,6 +95,37 @@ def test_the_head_and_routers_are_left_alone_unless_asked_for():
     assert {name for name, config in configs(model).items() if config} == {"lm_head"}
 
 
+@pytest.mark.parametrize("router", ["router", "gate"])
+def test_what_is_inside_of_a_router_is_left_alone_whatever_its_name(router):
+    """As ``mlp.gate.wg`` of Hunyuan, ``router.classifier`` of LongCat and ``router.layer`` of JetMoe."""
+    inside = nn.ModuleDict({"wg": nn.Linear(32, 4)})
+    model = ht.quantize_(nn.ModuleDict({router: inside, "up": nn.Linear(32, 64)}), "fp8")
+    assert {name for name, config in configs(model).items() if config} == {"up"}
+    assert router in dict(ht.explain(model).skipped)[f"{router}.wg"]
+    assert not [m for m in ht.explain(model).coverage.plain if router == "router" and not m.deliberate]
+
+
+def test_the_output_head_is_what_the_model_says():
+    """Transformers' models say it, with names of their own: ``proj_out`` of Whisper, BERT's ``decoder``."""
+
+    class Named(nn.Module):
+        def __init__(self, head):
+            super().__init__()
+            self.body, self.proj_out = nn.Linear(32, 32), head
+
+        def get_output_embeddings(self):
+            return self.proj_out
+
+    for head in (nn.Linear(32, 64), nn.ModuleList([nn.Linear(32, 64)]), nn.Embedding(4, 4), None):
+        model = ht.quantize_(nn.Sequential(Named(head)), "fp8")
+        assert {name for name, config in configs(model).items() if config} == {"0.body"}
+        explained = ht.explain(model)
+        assert all("the output head" in why for _, why in explained.skipped)
+        assert all(matrix.deliberate for matrix in explained.coverage.plain)
+    model = ht.quantize_(Named(nn.Linear(32, 64)), "fp8", filter_fn=lambda _, name: name == "proj_out")
+    assert configs(model)["proj_out"] is not None
+
+
 def test_a_gate_is_a_routers_if_it_is_narrower_than_its_input(caplog):
     def gated(*size):
         return nn.ModuleDict({"up": nn.Linear(32, 64), "gate": nn.Linear(*size)})
