@@ -512,6 +512,25 @@ def test_a_slice_does_not_take_delayed_scales_of_others(compiled):
         call(operands()[0], offsets((64, 160)))
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_groups_of_the_rows_of_one_matrix_have_no_delayed_scales(count):
+    """As ``o_a_proj`` of DeepSeek V4: a linear layer whose forward multiplies groups of its rows."""
+
+    class Grouped(nn.Linear):
+        def forward(self, x):
+            return torch.bmm(x.view(count, -1, K), self.weight.view(count, -1, K).transpose(1, 2))
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(Grouped(K, 128, bias=False).bfloat16())
+
+    x, _, _ = operands()
+    with pytest.raises(NotImplementedError, match=rf"layer 0 is a matrix with one delayed scale .* {count} groups"):
+        ht.quantize_(make(), "fp8_delayed")(x)
+    plain, found = make()(x), ht.quantize_(make(), "fp8")(x)
+    assert 0 < (found - plain).norm() <= 2**-3 * plain.norm()  # both operands in E4M3, 2^-4 off at most
+
+
 def test_recipes_by_kind_and_name():
     model = Mixture()
     ht.quantize_(

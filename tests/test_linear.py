@@ -557,8 +557,9 @@ def test_a_second_backward_needs_a_graph_that_is_retained():
         y.sum().backward()
 
 
-def test_a_weight_that_is_written_before_backward_is_told():
-    converted, _ = layer("fp8")
+@pytest.mark.parametrize("spec", ["fp8", "fp8+keep_faces", "fp8+free_faces"])
+def test_a_weight_that_is_written_before_backward_is_told(spec):
+    converted, _ = layer(spec)
     y = converted(random_tensor(6, 32).requires_grad_())
     written(converted)
     with pytest.raises(

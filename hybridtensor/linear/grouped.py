@@ -110,12 +110,19 @@ def _check_layout(weight: Weight) -> None:
 
 
 def _check_first(weight: Weight) -> None:
-    """Raise ValueError where delayed scales belong to more experts than given, and the first one is unknown."""
+    """Raise where delayed scales are not those of these experts: NotImplementedError of a matrix, which has one for
+    all of it; ValueError where they belong to more experts than given, and the first one is unknown."""
     state = weight.record.layer
-    if state is None or not state.slots or weight.record.first is not None:
+    if state is None or not state.slots:
         return
     known = {slot.partition("[")[2] for slot in state.slots}
-    if len(known) != weight.shape[0]:
+    if "" in known:
+        raise NotImplementedError(
+            f"grouped_mm: layer {state.name} is a matrix with one delayed scale per operand, and {weight.shape[0]} "
+            "groups of its rows were multiplied, each of which needs its own; give it a recipe without delayed "
+            "scales, or leave it out of quantize_ (keep_bf16)"
+        )
+    if weight.record.first is None and len(known) != weight.shape[0]:
         raise ValueError(
             f"grouped_mm: layer {state.name} has delayed scales of {len(known)} experts, but weights of "
             f"{weight.shape[0]} on this rank; call hybridtensor.set_mesh_(model, mesh) once experts are "

@@ -129,7 +129,7 @@ class MasterOperand(Operand):
         if replaced or seen.writes != self._seen.writes:
             raise RuntimeError(
                 f"grad_input: a weight was written or replaced between its forward and backward: {name}; do "
-                "that after backward"
+                "that after backward, or leave the layer out of quantize_ (keep_bf16)"
             )
         raise RuntimeError(
             f"grad_input: the scales of a weight changed between its forward and backward: {name}; call "
