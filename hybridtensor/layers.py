@@ -118,10 +118,13 @@ def layers_of(model: nn.Module, root: str = "") -> Iterator[Layer]:
     """Yield every layer that a recipe can be for; three-dimensional parameters of torch's own modules are not
     experts."""
     heads = _heads_of(model)
+    # FSMT says that the embedding is its head, to which a layer is tied
+    tied = {id(weight) for head in heads for weight in head.parameters()}
     for name, module in model.named_modules(prefix=root):
         if is_linear(module):
+            is_head = module in heads or id(module._parameters.get("weight")) in tied
             transposed = stores_transposed(module)
-            yield Layer(name, module, transposed=transposed, is_head=module in heads)
+            yield Layer(name, module, transposed=transposed, is_head=is_head)
         elif not type(module).__module__.startswith("torch.nn."):
             for parameter, weight in module._parameters.items():
                 if weight is not None and weight.dim() == 3 and weight.is_floating_point():

@@ -124,6 +124,12 @@ def test_the_output_head_is_what_the_model_says():
         assert all(matrix.deliberate for matrix in explained.coverage.plain)
     model = ht.quantize_(Named(nn.Linear(32, 64)), "fp8", filter_fn=lambda _, name: name == "proj_out")
     assert configs(model)["proj_out"] is not None
+    for head in (nn.Linear(32, 64), nn.Embedding(64, 32)):  # a layer that is tied to it is the head as well
+        model = nn.ModuleDict({"named": Named(head), "tied": nn.Linear(32, 64)})
+        model["tied"].weight = head.weight
+        ht.quantize_(model, "fp8")
+        assert configs(model)["named.body"] is not None
+        assert configs(model)["tied"] is None
 
 
 def test_a_gate_is_a_routers_if_it_is_narrower_than_its_input(caplog):
