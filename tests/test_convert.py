@@ -580,8 +580,11 @@ class TestBadInput:
         skipped = dict(ht.explain(model, show=False).skipped)
         assert "below autograd" in skipped["self_attn.out_proj"]
         ht.quantize_(model, "fp8", filter_fn=lambda m, name: True)
-        with pytest.raises(NotImplementedError, match="a product below autograd"):
+        with pytest.raises(NotImplementedError, match=r"below autograd with the weight of layer self_attn\.out_proj,"):
             model(torch.randn(2, 3, 16))
+        layer = ht.quantize_(nn.Sequential(nn.Linear(16, 16)), "fp8")
+        with pytest.raises(NotImplementedError, match="einsum: this product with the weight of layer 0 is not"):
+            torch.einsum("tk,nk->tn", torch.randn(2, 16), layer[0].weight)
 
     def test_torchao_with_other_modules(self):
         with pytest.raises(TypeError, match="converts weights of linear layers and experts, got weight of Embedding"):

@@ -16,6 +16,7 @@ from hybridtensor.linear.grouped import batched_linear, grouped_linear
 from hybridtensor.linear.operands import Weight
 from hybridtensor.ops.autograd import Function
 from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.subclasses.intercepting import name_of_weights
 from hybridtensor.subclasses.observing import note_read
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 
@@ -202,7 +203,7 @@ def _other_product(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Raise for products that no handler quantizes."""
     if any(map(is_weight, tree_leaves((args, kwargs)))):
         raise NotImplementedError(
-            f"{func.__name__}: this product with the weight of a layer is not quantized; use F.linear, x @ "
+            f"{func.__name__}: this product with {name_of_weights((args, kwargs))} is not quantized; use F.linear, x @ "
             "weight.t(), weight @ x, or torch.bmm and F.grouped_mm for experts, or leave the layer out of "
             "quantize_ (keep_bf16)"
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from hybridtensor.ops import Groups
 from hybridtensor.state import Context, LayerState, StateTensors
@@ -50,6 +51,14 @@ class Gathering(Protocol):
 
     def refresh(self, pairs: list[tuple[Any, Tensor]]) -> list[tuple[Any, Tensor]]:
         """Quantize new values into local shards; return the pairs without FSDP2."""
+
+
+def name_of_weights(values: object) -> str:
+    """Return what an error calls the weights among values: by their layers' names, where these are known."""
+    weights = [leaf for leaf in tree_leaves(values) if isinstance(leaf, InterceptingTensor)]
+    states = [weight.state for weight in weights]
+    names = dict.fromkeys(state.name for state in states if state is not None and state.name)
+    return f"the weight of layer {', '.join(names)}" if names else "the weight of a layer"
 
 
 class PreAllGather:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.ops.library import is_captured
-from hybridtensor.subclasses.intercepting import InterceptingTensor
+from hybridtensor.subclasses.intercepting import InterceptingTensor, name_of_weights
 from hybridtensor.subclasses.master_tensor import MasterWeight
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
 from hybridtensor.subclasses.wrapper import WrapperTensor
@@ -52,9 +52,9 @@ def refuse_products(table: OpTable, *funcs: Func) -> None:
     @table.register(*funcs)
     def _refuse(func: Func, args: Args, kwargs: Kwargs) -> NoReturn:
         raise NotImplementedError(
-            f"{func}: a product below autograd, where only some of a layer's three products could be quantized; call "
-            "F.linear (the one that takes DTensors), x @ weight.t(), weight @ x, or F.grouped_mm for experts, or leave "
-            "this module out of quantize_"
+            f"{func}: a product below autograd with {name_of_weights((args, kwargs))}, where only some of its three "
+            "products could be quantized; call F.linear (the one that takes DTensors), x @ weight.t(), weight @ x, or "
+            "F.grouped_mm for experts, or leave the layer out of quantize_ (keep_bf16)"
         )
 
 
