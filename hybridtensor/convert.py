@@ -32,6 +32,7 @@ from hybridtensor.dtensor import with_local
 from hybridtensor.fitting import check_plan, check_signs, check_sizes, check_tied, check_weight
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.linear.grouped import first_expert
+from hybridtensor.linear.interception import intercept_others
 from hybridtensor.linear.kinds import is_linear
 from hybridtensor.linear.layer_forward import set_recipe
 from hybridtensor.linear.operands import Weight
@@ -152,6 +153,7 @@ def _carry_out(
         with all_or_nothing(model, [layer for layer, _ in plan]) as undo:
             _convert_all(plan, persistent, scales, undo, forget_common_scales(plan))
             _finish(model, plan, root)
+        intercept_others()
         watch(model)
         bucket_weights(model)
         _tell_what_is_left(model)

@@ -45,5 +45,14 @@ def test_a_model_without_linear_layers_is_told_what_it_has():
     )
     with pytest.raises(ValueError, match=f"the model has no linear layers, {words}; pass a model that has nn"):
         ht.quantize_(convolutions, "fp8")
+
+    class Snake(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.alpha = nn.Parameter(torch.ones(1, 8, 1))
+
+    words = r"the model has no linear layers, .*Snake has no num_experts that is its first extent"
+    with pytest.raises(ValueError, match=words):
+        ht.quantize_(nn.Sequential(Snake()), "fp8")
     with pytest.raises(ValueError, match="but modules without parameters; pass"):
         ht.quantize_(nn.ReLU(), "fp8")

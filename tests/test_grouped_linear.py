@@ -512,6 +512,17 @@ def test_a_slice_does_not_take_delayed_scales_of_others(compiled):
         call(operands()[0], offsets((64, 160)))
 
 
+def test_under_autocast_experts_run_in_its_dtype():
+    """As linear layers do. Oracle: torch's product, which autocast leaves alone, of operands in bf16."""
+    model, (x, _, _), ends = Experts(), operands(torch.float32), offsets((64, 64, 96, 160))
+    expected = torch._grouped_mm(x.bfloat16(), model.w1.detach().bfloat16().transpose(-2, -1), offs=ends)
+    ht.quantize_(model, "bf16")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch._grouped_mm(x, model.w1.transpose(-2, -1), offs=ends)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("count", [1, 4])
 def test_groups_of_the_rows_of_one_matrix_have_no_delayed_scales(count):
     """As ``o_a_proj`` of DeepSeek V4: a linear layer whose forward multiplies groups of its rows."""

@@ -186,6 +186,18 @@ def _grouped_mm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return _of_stack(left, right, ends)
 
 
+_GROUPED_OF_OTHERS = (("transformers", "grouped_mm_fallback"),)
+"""Grouped products of other libraries, with the operands of torch's; by name, so that no library is imported."""
+
+
+def intercept_others() -> None:
+    """Handle the products of other libraries that are imported by now: once a model is converted, its library is."""
+    for library, name in _GROUPED_OF_OTHERS:
+        operator = getattr(getattr(torch.ops, library), name, None)
+        if operator is not None and operator not in MasterWeight.functions.handlers:
+            intercept(operator)(_grouped_mm)
+
+
 @intercept(torch.bmm, Tensor.bmm)
 def _bmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     (left, right), others = _operands(("input", "mat2"), args, kwargs)

@@ -54,7 +54,7 @@ class HybridTensor(InterceptingTensor):
         "HybridTensor",
         "call dequantize() first, or step it through hybridtensor.optim.MasterWeights",
     )
-    functions = OpTable("HybridTensor", "")
+    functions = OpTable("HybridTensor", "", of_functions=True)
     inner_names = ("rowwise", "columnwise")
     metadata_names = ("config",)
     transient_names = (

@@ -37,7 +37,7 @@ class MasterWeight(QuantizedWhenUsed):
     """
 
     ops = OpTable("MasterWeight", "operate on dequantize(), or on a plain copy of the weight")
-    functions = OpTable("MasterWeight", "")
+    functions = OpTable("MasterWeight", "", of_functions=True)
     inner_names = ("plain",)
     former_names: ClassVar[dict[str, str]] = {"master": "plain"}
     metadata_names = ("config",)

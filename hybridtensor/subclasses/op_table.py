@@ -18,12 +18,14 @@ H = TypeVar("H", bound=Handler)
 
 
 class OpTable:
-    """Handlers ``(func, args, kwargs) -> result`` by exact operator."""
+    """Handlers ``(func, args, kwargs) -> result`` by exact operator; ``of_functions`` by what is called above autograd,
+    where an operator has no overload yet."""
 
     # A missing operator raises: one that a class has not considered must not dequantize silently.
 
-    def __init__(self, owner: str, advice: str) -> None:
+    def __init__(self, owner: str, advice: str, *, of_functions: bool = False) -> None:
         self._owner = owner
+        self._of_functions = of_functions
         self._advice = advice
         self._of_others: Handler | None = None
         self.handlers: dict[Func, Handler] = {}
@@ -33,7 +35,7 @@ class OpTable:
         handler."""
 
         for func in funcs:
-            if isinstance(func, torch._ops.OpOverloadPacket):
+            if isinstance(func, torch._ops.OpOverloadPacket) and not self._of_functions:
                 raise TypeError(
                     f"OpTable of {self._owner}: an exact overload is required, got {func}; name it"
                 )

@@ -222,3 +222,31 @@ def test_recipes_that_cannot_be_written_are_refused():
         StepCallback(3)
     with pytest.raises(TypeError, match="a Trainer is required"):
         StepCallback().attach(None)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed"])
+def test_experts_that_are_not_in_bf16_are_quantized_in_graphs(recipe):
+    """In graphs Transformers multiplies them by an operator of its own. Oracle: the same model in eager code."""
+
+    def losses(compiled):
+        torch.manual_seed(0)
+        config = transformers.OlmoeConfig(
+            hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=96, num_experts=4, num_experts_per_tok=2, use_cache=False,
+        )  # fmt: skip
+        model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm")
+        ht.quantize_(model, recipe)
+        if compiled:
+            model.model.layers[0].compile(backend="aot_eager")
+        optimizer, found = torch.optim.AdamW(model.parameters()), []
+        for _ in range(2):
+            loss = model(input_ids=IDS, labels=IDS).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ht.step_(model)
+            found.append(loss.item())
+        return found
+
+    torch._dynamo.reset()
+    assert losses(True) == losses(False)
