@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridtensor.ops.amaxes import fold
 from hybridtensor.state.layer import LayerState, required
+from hybridtensor.state.training import Pending, on_host
 
 
 def fold_amaxes(states: Iterable[LayerState]) -> None:
@@ -71,25 +72,32 @@ def next_lineages(states: list[LayerState]) -> dict[LayerState, object | None]:
     return found
 
 
-def as_siblings(
-    states: list[LayerState], lineages: dict[LayerState, object | None], amaxes: Tensor
-) -> Tensor:
-    """Set input amaxes of layers with equal scales to their maximum, as inputs may differ on another rank; fp32,
-    reduced."""
-    leaders, first = list[int](), dict[tuple[object, str], int]()
-    for state in states:
-        for slot in state.slots:
-            of_input = slot.startswith("input") and lineages[state] is not None
-            key: object = lineages[state] if of_input else state
-            leaders.append(first.setdefault((key, slot), len(leaders)))
-    if len(first) == len(leaders):
-        return amaxes
-    index = _index(tuple(leaders), amaxes.device)
-    # Amaxes are not negative, so that zeros do not change the maximum.
-    return torch.zeros_like(amaxes).scatter_reduce_(0, index, amaxes, "amax")[index]
+def leaders(states: list[LayerState], lineages: dict[LayerState, object | None]) -> Tensor:
+    """Return for each layer the index of the first one with equal lineage, and how far that is from the end; fp32
+    ``[2 * N]``."""
+    # The maximum of both over ranks shows where ranks differ. Of an unknown lineage a layer is the first one itself.
+    first = dict[object, int]()
+    keys = [state if lineages[state] is None else lineages[state] for state in states]
+    found = tuple(first.setdefault(key, index) for index, key in enumerate(keys))
+    return _as_numbers(found, required(states[0].amax).device)
 
 
 @functools.lru_cache(maxsize=64)
-def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+def _as_numbers(indices: tuple[int, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(numbers, dtype=torch.int64, device=device)
+        found = torch.tensor(indices, dtype=torch.float32, device=device)
+        return torch.cat([found, len(indices) - found])
+
+
+def part_siblings(pending: Pending, states: list[LayerState], largest: Tensor) -> None:
+    """Part layers that measured equal inputs on some ranks only; ``largest`` are the ``leaders`` of all ranks.
+
+    On a GPU the host learns of it in a later step; until then such layers may share a cast, by a scale of one of them.
+    """
+    first, from_end = largest.view(2, -1)
+    pending.append((states, *on_host(first + from_end > len(states))))
+    while pending and pending[0][2]():
+        of_states, differ, _ = pending.pop(0)
+        for state, alone in zip(of_states, differ.tolist(), strict=True):
+            if alone and state.lineage is not None:
+                state.follow(object())

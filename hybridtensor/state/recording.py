@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Self
 
-import torch
 from torch import Tensor, nn
 
 from hybridtensor.arguments import require_module
 from hybridtensor.ops.library import is_captured
 from hybridtensor.state.layer import LayerState
-from hybridtensor.state.training import layer_states, training_of
+from hybridtensor.state.training import layer_states, on_host, training_of
 
 
 class without_recording:  # noqa: N801  (used as a context)
@@ -64,17 +63,8 @@ def require_finite(model: nn.Module, states: Sequence[LayerState], amaxes: Tenso
     # A step captured in a CUDA graph never raises.
     if is_captured():
         return
-    pending = training_of(model).flags
-    finite = amaxes.isfinite()
-    if amaxes.is_cuda:
-        on_host = torch.empty(finite.shape, dtype=torch.bool, pin_memory=True)
-        on_host.copy_(finite, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        pending.append((states, on_host, event.query))
-    else:
-        pending.append((states, finite, lambda: True))
-    # Steps whose flags have arrived on the host, the oldest first.
+    pending = training_of(model).finite
+    pending.append((states, *on_host(amaxes.isfinite())))
     while pending and pending[0][2]():
         of_states, flags, _ = pending.pop(0)
         if not bool(flags.all()):

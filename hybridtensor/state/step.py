@@ -13,10 +13,11 @@ from hybridtensor.arguments import require_flag, require_module, wrong
 from hybridtensor.ops.library import is_captured
 from hybridtensor.ranks import PATIENCE, require_alike
 from hybridtensor.state.commit import (
-    as_siblings,
     fold_amaxes,
     forget_amaxes,
+    leaders,
     next_lineages,
+    part_siblings,
     share_amaxes,
 )
 from hybridtensor.state.contract import ADVICE, reduced
@@ -178,16 +179,19 @@ def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRa
         of_device = [state for state in states if required(state.encode_scale).device == device]
         # One collective for all layers on a device.
         amaxes = torch.cat([required(state.amax) for state in of_device])
+        compares = bool(groups) and not is_captured()
+        sent = torch.cat([amaxes, leaders(of_device, lineages)]) if compares else amaxes
         for group in groups:
-            amaxes = reduced(training_of(model), amaxes, group)
-        if groups and not is_captured():
-            amaxes = as_siblings(of_device, lineages, amaxes)
+            sent = reduced(training_of(model), sent, group)
+        amaxes, of_siblings = sent[: len(amaxes)], sent[len(amaxes) :]
         # A state without a model follows the rule of delayed scaling, in which an Inf enters the history
         if not isinstance(model, LayerState):
             require_finite(model, of_device, amaxes)
         update_scales(of_device, amaxes if groups else None)
-    for state in states:
-        state.follow(lineages[state])
+        for state in of_device:
+            state.follow(lineages[state])
+        if compares:
+            part_siblings(training_of(model).siblings, of_device, of_siblings)
 
 
 def _groups(

@@ -23,6 +23,8 @@ Follower = Callable[[nn.Module, Optimizer], None]
 of_every_model: list[Follower] = []
 """Followers of each model whose training begins."""
 Group = dist.ProcessGroup | None
+Pending = list[tuple[Sequence[LayerState], Tensor, Callable[[], bool]]]
+"""Flags of layers on their way to the host, the oldest first: each with whether they have arrived."""
 
 
 class Training:
@@ -34,7 +36,8 @@ class Training:
         self.is_compared = False
         self.scales: dict[Group, list[tuple[str, int]]] = {}
         self.places: tuple[Tensor, torch.cuda.Event] | None = None
-        self.flags: list[tuple[Sequence[LayerState], Tensor, Callable[[], bool]]] = []
+        self.finite: Pending = []
+        self.siblings: Pending = []
         self._taken: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._holds: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = (
             weakref.WeakKeyDictionary()
@@ -71,6 +74,17 @@ def training_of(model: nn.Module) -> Training:
         # One hook for all optimizers of the process: nothing says which of them will step a model.
         _hooks.append(register_optimizer_step_post_hook(_after_optimizer))
     return _trainings.setdefault(model, Training())
+
+
+def on_host(flags: Tensor) -> tuple[Tensor, Callable[[], bool]]:
+    """Return flags on the host, and whether they have arrived there: the host does not wait for a GPU."""
+    if not flags.is_cuda:
+        return flags, lambda: True
+    made = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
+    made.copy_(flags, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return made, event.query
 
 
 def layer_states(model: nn.Module) -> list[LayerState]:

@@ -135,21 +135,34 @@ class Siblings(nn.Module):
         return self.first(x).sum() + self.second(other).sum()
 
 
+def equal_everywhere(values):
+    others = [torch.empty_like(values) for _ in range(WORLD)]
+    dist.all_gather(others, values)
+    return all(torch.equal(other, values) for other in others)
+
+
 def other_inputs_on_another_rank(rank):
-    """Two layers read one input here, and two inputs there: where they share it, they have the scale of both."""
-    model = ht.quantize_(Siblings(), "fp8_delayed")
-    first, second = (layer.quantization_state for layer in (model.first, model.second))
-    slot = first.slots.index("input")
-    for seed in range(3):
-        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).bfloat16().requires_grad_()
-        x = x.view_as(x)
-        model(x, x * 4 if rank else x).backward()
-        ht.step_(model)
-        assert (first.lineage == second.lineage) is (rank == 0)
-        if rank == 0:
-            assert torch.equal(first.encode_scale[slot], second.encode_scale[slot])
-            assert torch.equal(first.amax_history[slot], second.amax_history[slot])
-            assert first.amax_history[slot, -1] == 4 * x.abs().max()
+    """Two layers read one input here, and two inputs, or one layer none, there: each has its own scale, on all ranks
+    the same one, of the largest value that it has read on any.
+    """
+    for case in ("two inputs", "none", "once"):
+        model = ht.quantize_(Siblings(), "fp8_delayed")
+        states = [layer.quantization_state for layer in (model.first, model.second)]
+        slot = states[0].slots.index("input")
+        for step in range(4):
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step)).bfloat16().requires_grad_()
+            x, differs = x.view_as(x), rank == 1 and (step == 1 or case != "once")
+            if differs and case == "none":
+                model.first(x).sum().backward()
+            else:
+                model(x, x * 4 if differs else x).backward()
+            ht.step_(model)
+            assert all(equal_everywhere(buffer) for state in states for buffer in state.buffers())
+            of_second = x.abs().max() * (1 if case == "none" or (case == "once" and step != 1) else 4)
+            assert states[0].amax_history[slot, -1] == x.abs().max()
+            assert states[1].amax_history[slot, -1] == of_second
+            are_siblings = states[0].lineage == states[1].lineage
+            assert are_siblings is (case == "once" and step == 0)
 
 
 def siblings_under_ddp(rank):
