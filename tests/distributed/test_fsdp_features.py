@@ -384,6 +384,33 @@ def test_nested_wraps_and_prefetching(two):
     two.run(nested_and_prefetching, few(SOME, 2))
 
 
+class Looped(nn.Sequential):
+    def forward(self, x):
+        for _ in range(2):
+            x = super().forward(x)
+        return x
+
+
+def prefetched_without_a_forward_that_follows(rank, recipes):
+    """The last block prefetches the first one for another round; after the last round backward gets that gather."""
+    for recipe in recipes:
+        for compiled in (False, True):
+            model, twin = (Looped(*make(recipe)) for _ in range(2))
+            for block in model if compiled else ():
+                block.compile(backend="aot_eager")
+            shard(model, mesh_of(rank, 2))
+            for block, following in zip(model, [*model[1:], model[0]], strict=True):
+                block.set_modules_to_forward_prefetch([following])
+            train(rank, model, twin)
+            torch._dynamo.reset()
+            every = [shard_of(find(layer, local(layer.weight)).sharded) for layer in layers(model)]
+            assert not any(one._recomputed for one in every)
+
+
+def test_prefetching_in_a_loop(two):
+    two.run(prefetched_without_a_forward_that_follows, few(SOME, 1))
+
+
 def train_eval_train(rank, recipes):
     for recipe in recipes:
         model, twin = shard(make(recipe), mesh_of(rank, 2)), make(recipe)

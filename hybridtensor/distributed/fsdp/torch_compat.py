@@ -156,10 +156,18 @@ class Sharded(NamedTuple):
         # torch would leave a layer without its face, which ``Shard.require`` raises for.
         state, in_backward = self.group._training_state, torch._C._current_graph_task_id() != -1
         if state == TrainingState.FORWARD and self.group._reshard_after_forward and not in_backward:
-            return True, False
+            return True, self._may_stay_until_backward
         if state == TrainingState.PRE_BACKWARD and self.group.reshard_after_backward:
             return False, True
         return True, True
+
+    @property
+    def _may_stay_until_backward(self) -> bool:
+        """Whether this is a prefetch of a group whose forward ran before: maybe only its backward follows."""
+        # FSDP2 gathers again for backward only what is sharded then. The state of a module whose own forward gathers
+        # is FORWARD, too, and each forward with gradients leaves an index until backward has ended.
+        is_prefetch = self.state._training_state != TrainingState.FORWARD
+        return is_prefetch and bool(self.group._post_forward_indices)
 
     @property
     def before_backward(self) -> bool:
