@@ -113,6 +113,15 @@ def test_models_table():
     ]  # fmt: skip
 
 
+def test_models_under_fsdp_table():
+    rows = results("models_2_ranks_nvidia_h100_80gb_hbm3")["rows"]
+    assert table("models_2_ranks_nvidia_h100_80gb_hbm3") == [
+        [r["model"], f"{r['tokens']:,}", r["mode"], r["recipe"], f"{r['bf16 ms']:.1f}", f"{r['ms']:.1f}",
+         f"{r['of bf16']:.2f}x", f"{r['host ms']:.1f}", f"{r[' peak GiB']:.1f}", f"{r['bf16 peak GiB']:.1f}"]
+        for r in rows
+    ]  # fmt: skip
+
+
 def test_the_readme_shows_both_ends():
     speeds = {}
     for row in results("models_nvidia_h100_80gb_hbm3")["rows"]:
