@@ -40,8 +40,11 @@ def check_plan(plan: Plan, model: nn.Module, root: str, persistent: bool) -> Non
 
 def _nothing(model: nn.Module, layers: list[Layer]) -> ValueError:
     """Return the error of a plan without layers, listing what the model has instead."""
-    layers = [layer for layer in layers if not layer.is_stack or layer.why_skipped() is None]
-    known = {layer.parameter_name for layer in layers_of(model) if layer in layers}
+    layers, own = (
+        [layer for layer in each if not layer.is_stack or layer.why_skipped() is None]
+        for each in (layers, layers_of(model))
+    )
+    known = {layer.parameter_name for layer in own}
     left = [matrix for matrix in coverage(model).plain if matrix.name not in known]
     others = [f"{matrix.name} {list(matrix.shape)}: {matrix.why}" for matrix in left]
     told = f"; what is no layer: {', '.join(others[:_TOLD])}" if others else ""
