@@ -8,6 +8,7 @@ import tiers
 import torch
 from torch import nn
 from torch._functorch import config as functorch
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._inductor.utils import run_and_get_code
 
 import hybridtensor as ht
@@ -161,6 +162,33 @@ def test_graphs_of_several_devices_allocate_in_casts(recipe, device, monkeypatch
         assert torch.equal(got, want)
     assert all(calls(code, "quantize") for code in codes)
     assert not any(calls(code, name) for code in codes for name in ("quantize_into", *NAMES[:2]))
+
+
+@pytest.mark.parametrize(("tokens", "dynamic", "amaxes"), [(32, False, 32), (8192, False, 1), (32, True, 1)])
+def test_casts_of_few_tokens_get_amaxes_of_rows(tokens, dynamic, amaxes, device):
+    """A launch would reduce them to one. Each program of the cast reads them, of many it takes as long."""
+    seen = []
+
+    def backend(graph, inputs):
+        def compiled(traced, _):
+            for node in traced.graph.nodes:
+                if (
+                    node.target == torch.ops.hybridtensor.quantize.default and node.args[0].op != "placeholder"
+                ):  # a weight
+                    seen.append(node.args[6].meta["val"])
+            return make_boxed_func(traced)
+
+        return aot_module_simplified(graph, inputs, fw_compiler=compiled)
+
+    torch._dynamo.reset()
+    layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).to(device, torch.bfloat16)
+    ht.quantize_(layers, "fp8")
+    compiled = torch.compile(layers, backend=backend, dynamic=dynamic)
+    x = random_tensor(tokens, 64, device=device)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), layers(x))
+    dtype = torch.bfloat16 if amaxes > 1 else torch.float32
+    assert [(amax.shape[0], amax.dtype) for amax in seen] == [(amaxes, dtype)] * 2
 
 
 def test_no_more_weights_are_cast_together_than_fit(device, monkeypatch):
