@@ -54,7 +54,7 @@ class Gathering(Protocol):
 
 
 def name_of_weights(values: object) -> str:
-    """Return what an error calls the weights among values: by their layers' names, where these are known."""
+    """Return how an error names the weights among values: by their layers, where these have names."""
     weights = [leaf for leaf in tree_leaves(values) if isinstance(leaf, InterceptingTensor)]
     states = [weight.state for weight in weights]
     names = dict.fromkeys(state.name for state in states if state is not None and state.name)

@@ -166,8 +166,8 @@ class KernelCast(PreparedCast):
             key = key._replace(strides=(-(-key.shape[1] // 16) * 16, 1))
         self.key = key
         source = None if request.column is None else request.source
-        row = KernelFace.of(source or request.row, _size(key.row_amax))
-        column = KernelFace.of(request.column, _size(key.column_amax))
+        given = key.row_amax, key.column_amax
+        row, column = map(KernelFace.of, (source or request.row, request.column), map(_size, given))
         if request.row is not None:
             row = row._replace(values=KernelFace.of(request.row).values)
         faces, (m, k) = (row, column), key.shape
@@ -193,7 +193,6 @@ class KernelCast(PreparedCast):
         )
         self._stores_row = request.row is not None
         self._draws_signs = row.draws_signs or column.draws_signs
-        given = key.row_amax, key.column_amax
         measured = [
             face.kind in MEASURED and known is None
             for face, known in zip(faces, given, strict=True)
