@@ -68,7 +68,7 @@ AMAX_ROW = tl.constexpr(groups.AMAX_ROW)
 
 @triton.jit
 def _with_amax(out, M, FACE: tl.constexpr):
-    """Return the output with the tensor's amax in place of where those of ``M`` rows are, if these are given."""
+    """Replace the address of the amaxes of ``M`` rows by the largest of them, where those of rows are given."""
     if FACE.of_rows:
         amax = 0.0
         for first in range(0, M, 2048):
@@ -82,7 +82,7 @@ def _with_amax(out, M, FACE: tl.constexpr):
 
 @triton.jit
 def _amax_of_tensor(out, FACE: tl.constexpr):
-    """Return the amax that a face is scaled by; see ``_with_amax``."""
+    """Return the tensor's amax, which ``_with_amax`` worked out, or which is in memory."""
     if FACE.of_rows:
         return out.measured
     else:

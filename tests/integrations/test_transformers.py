@@ -8,6 +8,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from loops import losses
 from safetensors.torch import load_file
 
 import hybridtensor as ht
@@ -228,7 +229,7 @@ def test_recipes_that_cannot_be_written_are_refused():
 def test_experts_that_are_not_in_bf16_are_quantized_in_graphs(recipe):
     """In graphs Transformers multiplies them by an operator of its own. Oracle: the same model in eager code."""
 
-    def losses(compiled):
+    def trained(compiled):
         torch.manual_seed(0)
         config = transformers.OlmoeConfig(
             hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
@@ -238,15 +239,8 @@ def test_experts_that_are_not_in_bf16_are_quantized_in_graphs(recipe):
         ht.quantize_(model, recipe)
         if compiled:
             model.model.layers[0].compile(backend="aot_eager")
-        optimizer, found = torch.optim.AdamW(model.parameters()), []
-        for _ in range(2):
-            loss = model(input_ids=IDS, labels=IDS).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            ht.step_(model)
-            found.append(loss.item())
-        return found
+        optimizer = torch.optim.AdamW(model.parameters())
+        return losses(model, optimizer, lambda: model(input_ids=IDS, labels=IDS).loss, count=2)
 
     torch._dynamo.reset()
-    assert losses(True) == losses(False)
+    assert trained(True) == trained(False)

@@ -27,9 +27,9 @@ class CastInGraph:
     def __call__(self, x: Tensor, out: list[Tensor], request: str, *given: Any) -> None:
         """Cast ``x`` into ``out`` as the operator ``quantize_into`` does, whose other arguments are ``given``."""
         inputs = CastInputs(*given[:_NUM_INPUTS])
-        if (
-            len(given) > _NUM_INPUTS + 1 and given[_NUM_INPUTS + 1]
-        ):  # amaxes are recorded in the last tensor
+        notes = given[_NUM_INPUTS + 1 :]  # left out where it is 0
+        if notes and notes[0]:
+            # Amaxes are recorded in the last tensor.
             *out, record = out
             inputs = inputs._replace(noted_amax=record.zero_())
         address = x.data_ptr()
