@@ -57,10 +57,11 @@ class Case(NamedTuple):
 
     Attributes:
         model: One of ``MODELS``.
-        tokens: In one sequence.
+        tokens: In a step.
         mode: One of ``MODES``.
         device: Of this rank.
         least: Of tokens in a step, which has another length each time up to ``tokens``; 0 is always ``tokens``.
+        sequence: Tokens of the longest sequence: attention, the same in each recipe, takes longer with longer ones.
     """
 
     model: str
@@ -68,6 +69,7 @@ class Case(NamedTuple):
     mode: str
     device: torch.device
     least: int = 0
+    sequence: int = 2048
 
     def lengths(self) -> Iterator[int]:
         """Yield the tokens of each step, the same in every run."""
@@ -112,7 +114,8 @@ class Training:
             self._model.model.compile(**compiling)
         fused = case.device.type == "cuda"
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, fused=fused)
-        self._ids = torch.randint(config.vocab_size, (1, case.tokens), device=case.device)
+        longest = case.tokens if case.least else min(case.tokens, case.sequence)
+        self._ids = torch.randint(config.vocab_size, (case.tokens // longest, longest), device=case.device)
         self._lengths = case.lengths()
         begin = time.perf_counter()
         for _ in range(4):
@@ -204,9 +207,9 @@ def measure(case: Case, recipe: str, repeats: int) -> dict[str, Any]:
     rows = {name: in_a_row(training.step, repeats, case.device) for name, training in made.items()}
     of_kernels, launches = kernels(made[recipe].step, case.device)
     row = {
-        "model": case.model, "tokens": case.tokens, "mode": case.mode, "recipe": recipe, "bf16 ms": wall[ITSELF],
-        "ms": wall[recipe], "of bf16": wall[ITSELF] / wall[recipe], "bf16 host ms": host[ITSELF],
-        "host ms": host[recipe], "longest ms": max(wall for wall, _ in times[recipe]),
+        "model": case.model, "tokens": case.tokens, "sequence": min(case.tokens, case.sequence), "mode": case.mode,
+        "recipe": recipe, "bf16 ms": wall[ITSELF], "ms": wall[recipe], "of bf16": wall[ITSELF] / wall[recipe],
+        "bf16 host ms": host[ITSELF], "host ms": host[recipe], "longest ms": max(wall for wall, _ in times[recipe]),
         "of bf16 in a row": rows[ITSELF] / rows[recipe], "kernels ms": of_kernels, "launches": launches,
         "first 4 steps s": made[recipe].first_steps, "bf16 first s": made[ITSELF].first_steps,
     }  # fmt: skip
@@ -241,6 +244,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--out", default=RESULTS, type=type(RESULTS), help="folder for the JSON file")
     parser.add_argument("--models", help="of them, separated by ';'", default=";".join(list(MODELS)[:3]))
     parser.add_argument("--tokens", help="separated by ','", default="2048,8192,32768")
+    parser.add_argument("--sequence", type=int, default=2048, help="tokens of the longest sequence, unless --least")
     parser.add_argument("--least", type=int, default=0, help="tokens; each step has another length up to --tokens then")
     parser.add_argument("--modes", help="separated by ','", default=",".join(MODES))
     parser.add_argument("--recipes", help="separated by ','", default=",".join(RECIPES))
@@ -262,7 +266,8 @@ def main() -> None:
             for mode in asked.modes.split(","):
                 for recipe in asked.recipes.split(","):
                     gc.collect()
-                    rows.append(measure(Case(model, tokens, mode, device, asked.least), recipe, asked.repeats))
+                    case = Case(model, tokens, mode, device, asked.least, asked.sequence)
+                    rows.append(measure(case, recipe, asked.repeats))
                     if not dist.is_initialized() or dist.get_rank() == 0:
                         print(rows[-1], flush=True)
     if not dist.is_initialized() or dist.get_rank() == 0:
