@@ -356,7 +356,7 @@ def _attach_state(layer: Layer, config: HybridConfig) -> LayerState:
             for slot, rule in rules.items()
             for i in range(layer.weight.shape[0])
         }
-    state.require(rules, stochastic=config.stochastic, device=weight.device)
+    state.require(rules, stochastic=config.stochastic_roles, device=weight.device)
     if not state.is_empty:
         setattr(layer.module, name, state)
     elif hasattr(layer.module, name):

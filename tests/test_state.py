@@ -4,6 +4,7 @@ Oracle for the update rule: a transcription, scalar by scalar, of TransformerEng
 """
 
 import copy
+import dataclasses
 import gc
 import io
 import weakref
@@ -780,6 +781,30 @@ class TestStochasticRounding:
         quantize_(again, HybridConfig.parse("nvfp4"), filter_fn=lambda m, _: isinstance(m, nn.Linear))
         again.load_state_dict(net.state_dict())
         assert [again[i].quantization_state.rounding[0].item() for i in (0, 1)] == keys
+
+
+ROUNDED_AT_RANDOM = dataclasses.replace(HybridConfig.parse("nvfp4"), weight=ht.NVFP4Quantizer(rounding="stochastic"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "once"),
+    [("nvfp4", True), ("mxfp8/mxfp8/fp8_delayed", True), ("fp8_delayed", False), (ROUNDED_AT_RANDOM, False)],
+    ids=["nvfp4", "other tensors delayed", "delayed", "stochastic"],
+)
+def test_a_frozen_weight_is_quantized_again_only_if_steps_change_its_faces(recipe, once):
+    net = model(recipe)
+    net[0].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(net[2].parameters(), lr=1e-3)
+
+    def face():
+        return net[0].weight.faces(rowwise=True, columnwise=False, dtype=torch.bfloat16)[0]
+
+    train(net, optimizer, 1)
+    first = face()
+    train(net, optimizer, 2)
+    assert (face() is first) is once
+    net.load_state_dict(net.state_dict())  # writes weights and states
+    assert face() is not first
 
 
 def test_a_weight_whose_step_is_in_a_cuda_graph_keeps_no_face(monkeypatch):

@@ -213,7 +213,12 @@ class HybridConfig(AOBaseConfig):
     @property
     def stochastic(self) -> bool:
         """Whether anything is rounded at random."""
-        return any(getattr(self, role).stochastic for role in ROLES)
+        return bool(self.stochastic_roles)
+
+    @property
+    def stochastic_roles(self) -> list[str]:
+        """The roles whose tensors are rounded at random."""
+        return [role for role in ROLES if getattr(self, role).stochastic]
 
     @classmethod
     def by_gemm(

@@ -29,6 +29,7 @@ def forget_amaxes(states: Iterable[LayerState]) -> None:
     for state in kept:
         _measured_inputs(state)
         own = state.__dict__  # Module.__setattr__ would look through parameters and buffers first
+        own["steps"] += 1
         own["version"] += 1
         own["recorded"] = own["unrecorded"] = False
 

@@ -10,7 +10,7 @@ Shape letters: ``S`` scales, one per *slot* (a role, or a role and a direction);
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -57,7 +57,8 @@ class LayerState(StateModule):
         rules: Rule by which each scale follows from amaxes.
         common: The common scale that the weight has with those of other layers, or None.
         ranks: The ranks that train the layer together.
-        version: Counts changes, for caches of what was quantized with this state.
+        version: Counts changes of what the weight is quantized by, for caches of its faces.
+        steps: Number of calls of ``step_``, those of skipped steps included.
         replayed: Whether a step went into a CUDA graph: its replays change the state without being counted.
     """
 
@@ -81,8 +82,8 @@ class LayerState(StateModule):
         self.unrecorded = self.recorded = self.multiplied = False
         self.common: CommonAmax | None = None
         self.ranks = ALL_RANKS
-        self.version = 0
-        self.replayed = False
+        self.version = self.steps = 0
+        self.replayed = self._steps_change_weight = False
         self.hints: dict[str, Hint] = {}
         self._left: Tensor | None = None  # a counter that no recipe needs at the moment
         self._lineage = Lineage()
@@ -117,7 +118,7 @@ class LayerState(StateModule):
             if not hasattr(quantizer, "delayed_rules"):
                 raise wrong(who, f"a quantizer for {role}", quantizer)
             rules |= quantizer.delayed_rules(role)
-        stochastic = any(q.stochastic for q in quantizers.values())
+        stochastic = {role for role, quantizer in quantizers.items() if quantizer.stochastic}
         state.require(rules, stochastic=stochastic, device=where)
         return state
 
@@ -207,9 +208,11 @@ class LayerState(StateModule):
         super().__setattr__(name, value)
 
     def require(
-        self, rules: dict[str, DelayedRule], *, stochastic: bool, device: torch.device
+        self, rules: dict[str, DelayedRule], *, stochastic: Collection[str], device: torch.device
     ) -> None:
-        """Create the scales of ``rules``, and a counter if ``stochastic``, keeping existing ones."""
+        """Create the scales of ``rules``, and a counter for ``stochastic`` roles if any, keeping existing ones."""
+        delayed = any(slot.startswith("weight") for slot in rules)
+        self._steps_change_weight = delayed or "weight" in stochastic
         if not stochastic:
             self._left, self.rounding = self.rounding if self._left is None else self._left, None
         elif self.rounding is None:
@@ -256,7 +259,8 @@ class LayerState(StateModule):
     def count_step(self, replayed: bool) -> None:
         """Increment the step; ``replayed`` if it was captured in a CUDA graph."""
         own = self.__dict__  # Module.__setattr__ would look through parameters and buffers first
-        own["version"] += 1
+        own["steps"] += 1
+        own["version"] += own["_steps_change_weight"]
         own["replayed"] = own["replayed"] or replayed
         own["recorded"] = own["unrecorded"] = False
 
@@ -337,7 +341,7 @@ class LayerState(StateModule):
         buffers = {FORMER_NAMES.get(name, name): b for name, b in state["_buffers"].items()}
         state.pop("group", None)  # of former versions
         amax = state.pop("amax")
-        since = {"recording": True, "common": None}
+        since = {"recording": True, "common": None, "steps": 0, "_steps_change_weight": True}
         since |= dict.fromkeys(("recorded", "unrecorded", "multiplied"), False)
         own = {"hints": {}, "ranks": ALL_RANKS} | since | state | {"_buffers": buffers}
         super().__setstate__(own)  # type: ignore[no-untyped-call]

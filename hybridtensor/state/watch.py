@@ -16,17 +16,17 @@ class _Advance:
 
     def __init__(self, model: nn.Module) -> None:
         self._states = layer_states(model)
-        self._version = self._current()
+        self._advanced = self._current()
         self._steps = 0  # of the optimizers, since the state was advanced
 
     def _current(self) -> int:
-        return sum(state.version for state in self._states)
+        return sum(state.steps for state in self._states)
 
     def __call__(self, model: nn.Module, optimizer: Optimizer) -> None:
         require_contract_once(model)
-        version = self._current()
-        if version != self._version:
-            self._version, self._steps = version, 0
+        advanced = self._current()
+        if advanced != self._advanced:
+            self._advanced, self._steps = advanced, 0
         self._steps += 1
         if self._steps <= _FORGIVEN_STEPS or not self._states:
             return

@@ -49,7 +49,7 @@ def test_fit_with_a_compiled_module(recipe):
     eager, compiled = (module.net[0].weight for module in modules)
     assert torch.equal(eager.dequantize(), compiled.dequantize())
     if recipe in ("fp8_delayed", "nvfp4"):
-        assert modules[0].net[0].quantization_state.version >= 4
+        assert modules[0].net[0].quantization_state.steps >= 4
     whole = Module(recipe)
     fit(torch.compile(whole, backend="aot_eager"), 1)
     assert ht.subclasses.is_converted(whole.net[0].weight)
