@@ -392,6 +392,20 @@ def test_known_amaxes_of_what_the_rowwise_face_holds(source, column, run, device
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.parametrize("cast", [cast for cast in CASTS if cast.stream < 0], ids=str)
+def test_what_is_stored_transposed_is_not_copied(cast, run, device, monkeypatch):
+    """As weights of GPT-2 are: the faces of the transpose are cast, and swapped."""
+    monkeypatch.setattr(kernel, "_readable_copy", lambda x: pytest.fail("copied"))
+    x = random_tensor(64, 128, device=device).t()
+    for row, column in ((cast, None), (None, cast), (cast, cast)):
+        check(run, x, row=row, column=column)
+    if cast in MEASURED:
+        amaxes = {"row_amax": known(x, cast) * 2, "column_amax": known(x, cast, True) * 4}
+        expected = run(x.contiguous(), row=cast, column=cast, **amaxes)
+        got = run(x, row=cast, column=cast, **amaxes)
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, expected, strict=True))
+
+
 PER_TENSOR = [cast for cast in CASTS if cast.measures is False and not cast.format.hadamard]
 VALUES = [cast.for_values() for cast in PER_TENSOR if cast.format.values is not None][:2]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybridtensor.kernels.groups import AMAX, AMAX_ROW, GIVEN, Matrix, MeasureConstants
 from hybridtensor.ops.cast.launches import CastLaunch, FaceOutput, KernelTask, Several
+from hybridtensor.ops.cast.of_transpose import casts_transpose, swapped
 from hybridtensor.ops.cast.planning import Planning
 from hybridtensor.ops.cast.request import CastInputs, CastRequest, check_draws
 from hybridtensor.ops.cast.tiles import (
@@ -56,9 +57,9 @@ def grouped_cast(
     if request.is_face_by_face:
         alone = request._replace(column=None), request._replace(row=None)
         return [tensor for one in alone for tensor in grouped_cast(x, groups, one, inputs)]
-    swapped = groups.ends is None and _is_better_swapped(x, request)
-    if swapped:
-        x, request = x.transpose(-2, -1), CastRequest(request.column, request.row)
+    of_transpose = groups.ends is None and casts_transpose(x, request)
+    if of_transpose:
+        x, request = x.transpose(-2, -1), swapped(request)
     key = _Key(
         request,
         x.shape,
@@ -77,18 +78,7 @@ def grouped_cast(
             _CASTS.clear()
         cast = _CASTS[key] = GroupedCast(key)
     row, column = cast.run(x, groups.ends, inputs)
-    return [*column, *row] if swapped else [*row, *column]
-
-
-def _is_better_swapped(x: Tensor, request: CastRequest) -> bool:
-    """Return whether matrices are stored transposed and can be cast so, by swapping the faces."""
-    # Draws are numbered along rows, and what pads a last block is written by columnwise faces only.
-    casts = [cast for cast in request[:2] if cast is not None]
-    if request.source is not None or any(cast.stream >= 0 for cast in casts):
-        return False
-    if request.column is not None and x.shape[-2] % request.column.format.step:
-        return False
-    return x.stride(-1) != 1 and x.stride(-2) == 1
+    return [*column, *row] if of_transpose else [*row, *column]
 
 
 class GroupedCast:

@@ -19,6 +19,12 @@ from hybridtensor.ops.cast.face_by_face import FaceByFace, inputs_of_column, inp
 from hybridtensor.ops.cast.launches import CastLaunch, FaceOutput, KernelTask, Outs, RecastLaunch
 from hybridtensor.ops.cast.lengths import lengths_to_compile
 from hybridtensor.ops.cast.measurement import Measurement
+from hybridtensor.ops.cast.of_transpose import (
+    CastOfTranspose,
+    casts_transpose,
+    swapped,
+    swapped_inputs,
+)
 from hybridtensor.ops.cast.prepared import Faces, PreparedCast
 from hybridtensor.ops.cast.request import (
     NO_INPUTS,
@@ -83,6 +89,9 @@ def cast_on_gpu(x: Tensor, request: CastRequest, inputs: CastInputs) -> Prepared
             row, column = request._replace(column=None), request._replace(row=None)
             of_row = cast_on_gpu(x, row, inputs_of_row(inputs))
             cast = FaceByFace(request, of_row, cast_on_gpu(x, column, inputs_of_column(inputs)))
+        elif request.has_kernels and casts_transpose(x, request, inputs):
+            of_transpose = cast_on_gpu(x.t(), swapped(request), swapped_inputs(inputs))
+            cast = CastOfTranspose(request, of_transpose)
         elif request.has_kernels:
             kind = _Key(*matrix, *_kinds(inputs))
             _compile_for_other_lengths(x, kind, inputs)

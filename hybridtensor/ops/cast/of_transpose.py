@@ -1,0 +1,64 @@
+"""Casts of matrices that are stored transposed, as GPT-2's weights are."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hybridtensor.ops.cast.prepared import Faces, PreparedCast
+from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest
+
+
+class CastOfTranspose(PreparedCast):
+    """Casts the transpose of a matrix, whose rowwise face is the columnwise one of the matrix: kernels read rows.
+
+    Args:
+        request: What is made of the matrix.
+        cast: The cast of the transpose, which makes the same with the faces swapped.
+    """
+
+    def __init__(self, request: CastRequest, cast: PreparedCast) -> None:
+        self.request, self._cast = request, cast
+
+    def run(self, x: Tensor, inputs: CastInputs) -> Faces:
+        column, row = self._cast.run(x.t(), swapped_inputs(inputs))
+        return row, column
+
+    def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
+        of_row = 0 if self.request.row is None else self.request.row.format.num_tensors
+        self._cast.run_into(x.t(), [*out[of_row:], *out[:of_row]], swapped_inputs(inputs))
+
+    def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        column, row = self._cast.measure(x.t())
+        return row, column
+
+    def measure_into(self, x: Tensor, out: Tensor) -> None:
+        self._cast.measure_into(x.t(), out)
+
+
+def swapped(request: CastRequest) -> CastRequest:
+    """Return the request that makes the same faces of the transpose."""
+    return CastRequest(request.column, request.row)
+
+
+def swapped_inputs(inputs: CastInputs) -> CastInputs:
+    """Return the inputs of a cast of the transpose."""
+    row, column = inputs.row_amax, inputs.column_amax
+    return inputs if row is column else inputs._replace(row_amax=column, column_amax=row)
+
+
+def casts_transpose(x: Tensor, request: CastRequest, inputs: CastInputs = NO_INPUTS) -> bool:
+    """Return whether matrices ``[..., M, K]`` are stored transposed and can be cast so, by swapping the faces."""
+    if x.stride(-1) == 1 or x.stride(-2) != 1:
+        return False
+    if request.source is not None or inputs.prologue is not None:
+        return False
+    # Draws are numbered along rows, and what pads a last block is written by columnwise faces only.
+    if any(cast is not None and cast.stream >= 0 for cast in request[:2]):
+        return False
+    if request.column is not None and x.shape[-2] % request.column.format.step:
+        return False
+    # Amaxes of rows, of which the largest is that of the tensor, belong to rows of the matrix.
+    given = zip(request[:2], (inputs.row_amax, inputs.column_amax), strict=True)
+    return not any(
+        cast and not cast.measures and amax is not None and amax.numel() > 1 for cast, amax in given
+    )
