@@ -12,20 +12,20 @@ from torch.optim import Optimizer
 from hybridtensor.arguments import require_flag, require_module, wrong
 from hybridtensor.ops.library import is_captured
 from hybridtensor.ranks import PATIENCE, require_alike
-from hybridtensor.state.commit import (
-    fold_amaxes,
-    forget_amaxes,
-    leaders,
-    next_lineages,
-    part_siblings,
-    share_amaxes,
-)
 from hybridtensor.state.contract import ADVICE, reduced
 from hybridtensor.state.layer import LayerState, required
 from hybridtensor.state.ranks import ALL_RANKS, TrainingRanks
 from hybridtensor.state.recording import require_finite, require_recorded
 from hybridtensor.state.rules import in_words
 from hybridtensor.state.stages import pipeline_size
+from hybridtensor.state.step_amaxes import (
+    drop_amaxes,
+    fold_amaxes,
+    leaders,
+    next_lineages,
+    part_siblings,
+    share_amaxes,
+)
 from hybridtensor.state.training import layer_states, training_of
 from hybridtensor.state.update import update_scales
 
@@ -64,7 +64,7 @@ def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
     require_flag("step_", skipped=skipped)
     states = layer_states(model)
     if skipped:
-        forget_amaxes(states)
+        drop_amaxes(states)
         return model
     # Before anything changes, so that an error leaves the step as it was.
     require_recorded(states)

@@ -1,4 +1,4 @@
-"""Commit the amaxes that layers recorded in a step, and track which layers have equal delayed scales of their input."""
+"""The amaxes of one step, for ``step_``: fold, drop or share them, and find layers whose inputs had equal ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def fold_amaxes(states: Iterable[LayerState]) -> None:
         fold([record for record in records if record.total.device == device], reuse=True)
 
 
-def forget_amaxes(states: Iterable[LayerState]) -> None:
+def drop_amaxes(states: Iterable[LayerState]) -> None:
     """Drop the amaxes of a skipped step, so that faces of weights are measured again."""
     kept = [state for state in states if state.record is not None]
     fold_amaxes(kept)
