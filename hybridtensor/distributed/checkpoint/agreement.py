@@ -15,9 +15,9 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor, Replicate
 
+from hybridtensor.distributed.checkpoint.entries import Entries
 from hybridtensor.distributed.checkpoint.plain import StateDict, plain
 from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
-from hybridtensor.distributed.checkpoint.training import Training
 from hybridtensor.dtensor import local
 
 Replica: TypeAlias = tuple[tuple[object, ...], str]
@@ -91,9 +91,7 @@ def check_replicas(
         RuntimeError: If a rank is gone; on every rank.
     """
     ranks = Ranks("checkpoint.check_replicas", group, timeout)
-    collected = ranks.each(
-        lambda: flatten_state_dict(plain(Training(state).collect(faces=True)))[0]
-    )
+    collected = ranks.each(lambda: flatten_state_dict(plain(Entries(state).collect(faces=True)))[0])
     compare_replicas(ranks, collected)
 
 

@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from hybridtensor.arguments import require_flag
 from hybridtensor.distributed.checkpoint.agreement import check_arguments
+from hybridtensor.distributed.checkpoint.entries import Entries
 from hybridtensor.distributed.checkpoint.plain import StateDict
 from hybridtensor.distributed.checkpoint.planners import HybridLoadPlanner
 from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
 from hybridtensor.distributed.checkpoint.restoration import Restoration
 from hybridtensor.distributed.checkpoint.store import wait_for_previous
-from hybridtensor.distributed.checkpoint.training import Training
-from hybridtensor.distributed.checkpoint.undo import Former
+from hybridtensor.distributed.checkpoint.undo import Snapshot
 from hybridtensor.untrusted.files import digest_file
 from hybridtensor.untrusted.manifest import MANIFEST, Manifest, root_folder
 from hybridtensor.untrusted.metadata import read_metadata
@@ -74,19 +74,19 @@ def load(
     wait_for_previous()
     ranks = Ranks("checkpoint.load", group, timeout)
 
-    def given() -> tuple[Path, Training]:
+    def given() -> tuple[Path, Entries]:
         require_flag(ranks.who, any_recipe=any_recipe)
-        return root_folder(directory, step), Training(state)
+        return root_folder(directory, step), Entries(state)
 
-    root, training = ranks.each(given)
+    root, entries = ranks.each(given)
     check_arguments(ranks, directory=os.path.normpath(root), step=step, any_recipe=any_recipe)
     number, planner, restoration, plan, staged = _read_newest(
-        ranks, root, step, lambda path: _checked(path, training, any_recipe)
+        ranks, root, step, lambda path: _checked(path, entries, any_recipe)
     )
     # After reading, which may fail, and before the first write: what is loaded and what was there
     # are both on the host now.
-    former = ranks.each(lambda: Former(training, planner.places(plan)))
-    _put(ranks, planner, plan, staged, restoration, former)
+    snapshot = ranks.each(lambda: Snapshot(entries, planner.places(plan)))
+    _put(ranks, planner, plan, staged, restoration, snapshot)
     return number
 
 
@@ -96,7 +96,7 @@ def _put(
     plan: LoadPlan,
     staged: Staged,
     restoration: Restoration,
-    former: Former,
+    snapshot: Snapshot,
 ) -> None:
     """Write the staged tensors in place on all ranks, or restore the former ones on all of them."""
 
@@ -113,7 +113,7 @@ def _put(
     except BaseException as error:
         restoration.empty()
         staged.put_back()
-        for text in former.restore(restoration.begun):
+        for text in snapshot.restore(restoration.begun):
             error.add_note(f"checkpoint.load: {text}")
         raise
 
@@ -170,19 +170,19 @@ def _problems(path: Path, number: int, share: tuple[int, int]) -> tuple[str, lis
 Checked = tuple[HybridLoadPlanner, Restoration, Metadata]
 
 
-def _checked(path: Path, training: Training, any_recipe: bool) -> Checked:
+def _checked(path: Path, entries: Entries, any_recipe: bool) -> Checked:
     """Return planner, restoration and metadata of a step after all checks that need no writes."""
     manifest = Manifest.read(path)
     metadata = read_metadata(path, manifest.files)
-    training.check_entries(manifest)
-    different = training.differences(manifest)
+    entries.check_entries(manifest)
+    different = entries.differences(manifest)
     if different and not any_recipe:
         more = f" and {len(different) - 3} more" if len(different) > 3 else ""
         raise ValueError(
             f"checkpoint.load: {path.name} has other recipes than the model: "
             f"{'; '.join(different[:3])}{more}; pass any_recipe=True to load its values only"
         )
-    restoration = Restoration(training, manifest, metadata)
+    restoration = Restoration(entries, manifest, metadata)
     planner = HybridLoadPlanner()
     planner.set_up_planner(restoration.target, metadata)
     _check(path, planner, restoration, metadata, any_recipe)

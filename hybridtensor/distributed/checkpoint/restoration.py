@@ -16,24 +16,24 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from hybridtensor.distributed.checkpoint.entries import Entries, holds_tensors
 from hybridtensor.distributed.checkpoint.plain import StateDict, as_part_of
 from hybridtensor.distributed.checkpoint.planners import Opaque
-from hybridtensor.distributed.checkpoint.training import Training, has_parts
 from hybridtensor.dtensor import local
 from hybridtensor.state import weight_of_state
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.quantizing import refresh_
 from hybridtensor.untrusted.manifest import Manifest
 
-Path: TypeAlias = tuple[str | int, ...]
+KeyPath: TypeAlias = tuple[str | int, ...]
 """Keys and indices that lead to a value in a nested state, the name of an entry first."""
 
 
 class Restoration:
-    """Plan for loading a checkpoint into a training: ``target`` is what the planner loads into, mostly in place."""
+    """Plan for loading a checkpoint into entries: ``target`` is what the planner loads into, mostly in place."""
 
-    def __init__(self, training: Training, manifest: Manifest, metadata: Metadata) -> None:
-        self.training = training
+    def __init__(self, entries: Entries, manifest: Manifest, metadata: Metadata) -> None:
+        self.entries = entries
         self._stored = set(metadata.state_dict_metadata)
         named = [flat.partition(".masters.") for flat in self._stored if ".masters." in flat]
         self._masters = {
@@ -48,23 +48,23 @@ class Restoration:
         self._former: list[tuple[Any, Any]] = []
         self._after: list[Callable[[], None]] = []
         self.target: StateDict = {}
-        for name, optimizer in training.optimizers.items():
+        for name, optimizer in entries.optimizers.items():
             self.target[name] = optimizer.target(metadata)
             masters = {
                 n: m for n, m in optimizer.masters.items() if f"{name}.masters.{n}" in self._stored
             }
             self.target[name]["masters"] = masters
-        for entry, values in training._values.items():
+        for entry, values in entries.values.items():
             self.target[entry], self._loaded[entry] = {}, {}
             for name, value in values.items():
                 self._add(entry, name, value)
-        for entry, kind in training.kinds.items():
+        for entry, kind in entries.kinds.items():
             if kind in ("stateful", "data"):
                 self.target[entry] = self._other(entry, kind, metadata)
 
     def _other(self, entry: str, kind: str, metadata: Metadata) -> object:
         """Return a load target for data, or for an object with a state dict."""
-        value = self.training.state[entry]
+        value = self.entries.state[entry]
         own = value.state_dict() if kind == "stateful" else value
         # ``planner_data`` is private to torch's planners: the path of each flat name. Without it
         # only the keys that the entry has now would be loaded.
@@ -74,17 +74,17 @@ class Restoration:
             if p[0] == entry and n in self._stored
         }
         if entry in paths or not paths:
-            return _containers(own) if has_parts(own) else Opaque(None)
+            return _containers(own) if holds_tensors(own) else Opaque(None)
         return _with_room(
             own, entry, {n: (p, metadata.state_dict_metadata[n]) for n, p in paths.items()}
         )
 
-    def _same(self, full: str) -> bool:
-        return self._weights.get(full) == self.training.weights.get(full)
+    def _has_same_recipe(self, full: str) -> bool:
+        return self._weights.get(full) == self.entries.weights.get(full)
 
     def _add(self, entry: str, name: str, value: object) -> None:
         weight = weight_of_state(name)
-        if weight is not None and not self._same(f"{entry}.{weight}"):
+        if weight is not None and not self._has_same_recipe(f"{entry}.{weight}"):
             return  # load_state_dict starts it afresh
         if isinstance(value, Tensor) and isinstance(local(value), HybridTensor):
             self._add_persistent(entry, name, value)
@@ -106,7 +106,7 @@ class Restoration:
 
     def _stored_master(self, entry: str, name: str) -> tuple[str, str] | None:
         """Return the optimizer, and the name in it, under which a master of a weight is stored."""
-        stepped = self.training._name_of.get(id(self.training._parameters[entry].get(name)))
+        stepped = self.entries.name_of.get(id(self.entries.parameters[entry].get(name)))
         candidates = (name, f"{entry}.{name}", stepped)
         return next(
             ((self._masters[n], n) for n in sorted(self._masters.keys() & candidates)), None
@@ -115,9 +115,9 @@ class Restoration:
     def _add_persistent(self, entry: str, name: str, value: Tensor) -> None:
         """Load the faces, or rebuild them from masters or other values."""
         full = f"{entry}.{name}"
-        parameter = self.training._parameters[entry][name]
-        master = self.training._master(entry, name)
-        if self._same(full) and full in self._with_faces:
+        parameter = self.entries.parameters[entry][name]
+        master = self.entries.master(entry, name)
+        if self._has_same_recipe(full) and full in self._with_faces:
             self.target[entry][name] = value
             self._loaded[entry][name] = value
             self._after.append(_persistent(parameter).high_precision.let_go)
@@ -137,7 +137,7 @@ class Restoration:
             entry, _, name = flat.partition(".")
             of_state = weight_of_state(name)
             weight = next((name[: -len(d) - 1 - len(tail)] for d, tail in _face_tails(name)), name)
-            skipped = not self._same(f"{entry}.{of_state or weight}")
+            skipped = not self._has_same_recipe(f"{entry}.{of_state or weight}")
             if entry in self._loaded and flat not in planned and not skipped:
                 found.append(flat)
         return found
@@ -148,35 +148,35 @@ class Restoration:
 
     def finish(self) -> None:
         """Load what was read into modules, optimizers and other stateful objects."""
-        training = self.training
+        entries = self.entries
         for entry, loaded in self._loaded.items():
             if loaded:
                 taken = {name: self._read_of(entry, name, value) for name, value in loaded.items()}
                 # Not strict: what ``_add`` left out has no entry, and its quantizers start afresh.
                 set_model_state_dict(
-                    training._modules[entry], taken, options=StateDictOptions(strict=False)
+                    entries.modules[entry], taken, options=StateDictOptions(strict=False)
                 )
-        for name, optimizer in training.optimizers.items():
+        for name, optimizer in entries.optimizers.items():
             optimizer.restore(self.target[name])
         # After modules and optimizers: quantizing from a master needs the scales and masters that
         # were loaded.
         with torch.no_grad():
             for act in self._after:
                 act()
-        for entry, kind in training.kinds.items():
+        for entry, kind in entries.kinds.items():
             if kind == "stateful":
                 self.begun.append(entry)
-                own = training.state[entry].state_dict()
-                training.state[entry].load_state_dict(_as_in(own, self.target[entry]))
+                own = entries.state[entry].state_dict()
+                entries.state[entry].load_state_dict(_as_in(own, self.target[entry]))
 
     def fill(self) -> None:
         """Write data into the state: last, because no object's ``load_state_dict`` can fail after it."""
-        state = self.training.state
+        state = self.entries.state
         self._former.append((state, dict(state)))
-        for entry, kind in self.training.kinds.items():
+        for entry, kind in self.entries.kinds.items():
             if kind == "data":
                 own, found = state[entry], self.target[entry]
-                state[entry] = _filled(own, found, self._former) if has_parts(own) else found
+                state[entry] = _filled(own, found, self._former) if holds_tensors(own) else found
 
     def empty(self) -> None:
         """Undo ``fill``."""
@@ -197,7 +197,7 @@ def _face_tails(name: str) -> Iterator[tuple[str, str]]:
             yield direction, f".{tail}"
 
 
-def _with_room(own: object, entry: str, stored: dict[str, tuple[Path, STORAGE_TYPES]]) -> object:
+def _with_room(own: object, entry: str, stored: dict[str, tuple[KeyPath, STORAGE_TYPES]]) -> object:
     """Return an entry in new containers, extended by the keys and items that the checkpoint has beyond them."""
     missing = [
         (path, found) for path, found in stored.values() if not _leads_to_value(own, path[1:])
@@ -211,7 +211,7 @@ def _with_room(own: object, entry: str, stored: dict[str, tuple[Path, STORAGE_TY
     return root[entry]
 
 
-def _leads_to_value(value: object, path: Path) -> bool:
+def _leads_to_value(value: object, path: KeyPath) -> bool:
     """Return whether ``path`` leads to something other than a container."""
     for key in path:
         if isinstance(value, (list, tuple)):
@@ -260,7 +260,7 @@ def _filled(own: object, loaded: object, former: list[tuple[Any, Any]]) -> objec
     return _as_in(own, loaded)
 
 
-def _place(holder: Any, path: Path, value: object) -> None:
+def _place(holder: Any, path: KeyPath, value: object) -> None:
     """Set the value at a path, creating the dictionaries on the way."""
     key, *rest = path
     if isinstance(holder, list) and isinstance(key, int):

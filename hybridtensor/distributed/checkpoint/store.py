@@ -23,11 +23,11 @@ from hybridtensor.distributed.checkpoint.agreement import (
     check_plans,
     compare_replicas,
 )
+from hybridtensor.distributed.checkpoint.entries import Entries
 from hybridtensor.distributed.checkpoint.folders import move_into_place, new_folder
 from hybridtensor.distributed.checkpoint.plain import StateDict
 from hybridtensor.distributed.checkpoint.planners import HybridSavePlanner
 from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
-from hybridtensor.distributed.checkpoint.training import Training
 from hybridtensor.untrusted.files import (
     digest_file,
     sync_folder,
@@ -276,12 +276,12 @@ def _planned(
     """Plan which rank writes what; remove the unfinished folder on failure."""
     folder: Path | None = None
     try:
-        root, training = ranks.each(lambda: _given(ranks.who, directory, step, state, options))
+        root, entries = ranks.each(lambda: _given(ranks.who, directory, step, state, options))
         check_arguments(
             ranks, directory=os.path.normpath(root), step=step, **dataclasses.asdict(options)
         )
         folder = ranks.first(lambda: new_folder(root, step, options.overwrite))
-        yield _plan(ranks, root, folder, step, training, options)
+        yield _plan(ranks, root, folder, step, entries, options)
     except BaseException:
         if folder is not None and ranks.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -290,20 +290,20 @@ def _planned(
 
 def _given(
     who: str, directory: str | os.PathLike[str], step: int, state: StateDict, options: _Options
-) -> tuple[Path, Training]:
+) -> tuple[Path, Entries]:
     """Return folder and state; raise for wrong arguments."""
     if step is None:
         raise wrong(who, "the number of a step", step)
     require_flag(who, **vars(options))
-    return root_folder(directory, step), Training(state)
+    return root_folder(directory, step), Entries(state)
 
 
 def _plan(
-    ranks: Ranks, root: Path, folder: Path, step: int, training: Training, options: _Options
+    ranks: Ranks, root: Path, folder: Path, step: int, entries: Entries, options: _Options
 ) -> _Write:
     # First, with an error that names the ranks: of plans that do not fit DCP says only that they are
     # invalid.
-    recipes = ranks.gather(lambda: (training.weights, training.kinds, training.groups))
+    recipes = ranks.gather(lambda: (entries.weights, entries.kinds, entries.groups))
     if any(other != recipes[0] for other in recipes):
         different = [rank for rank, other in enumerate(recipes) if other != recipes[0]]
         raise ValueError(
@@ -314,10 +314,10 @@ def _plan(
         step,
         ranks.size,
         versions(),
-        training.kinds,
-        training.weights,
-        training.recipes,
-        training.groups,
+        entries.kinds,
+        entries.weights,
+        entries.recipes,
+        entries.groups,
     )
     writer, planner = Writer(folder), HybridSavePlanner()
 
@@ -325,7 +325,7 @@ def _plan(
     # one rank reaches all. A torch that asks planners or writers for another order fails here.
     def own_plan() -> SavePlan:
         planner.set_up_planner(
-            training.collect(faces=options.faces), writer.storage_meta(), ranks.rank == 0
+            entries.collect(faces=options.faces), writer.storage_meta(), ranks.rank == 0
         )
         writer.set_up_storage_writer(ranks.rank == 0)
         own = writer.prepare_local_plan(planner.create_local_plan())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from hybridtensor.distributed.checkpoint.training import Training
+from hybridtensor.distributed.checkpoint.entries import Entries
 from hybridtensor.dtensor import local
 from hybridtensor.optim import MasterWeights
 from hybridtensor.subclasses import HybridTensor
@@ -22,23 +22,23 @@ _Memory: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 """Address, shape, strides and dtype of a tensor."""
 
 
-class Former:
+class Snapshot:
     """The state of modules, optimizers and stateful objects before a load, except memory in ``places``."""
 
-    def __init__(self, training: Training, places: Iterable[Tensor]) -> None:
+    def __init__(self, entries: Entries, places: Iterable[Tensor]) -> None:
         # What is read in place is put back by ``Staged``; here it would be copied a second time.
         kept = {_memory(place) for place in places}
         self._undo: list[tuple[str, Callable[[], None]]] = []
-        for entry, module in training._modules.items():
+        for entry, module in entries.modules.items():
             self._undo += [(entry, undo) for undo in of_module(module, kept)]
-        for entry, optimizer in training.optimizers.items():
+        for entry, optimizer in entries.optimizers.items():
             masters = [local(master) for master in optimizer.masters.values()]
             self._undo += [(entry, undo) for undo in _of_tensors(masters, kept)]
             for one in {id(o): o for o in (optimizer.optimizer, optimizer.inner)}.values():
                 self._undo.append((entry, _of_optimizer(one)))
         self._stateful = [
-            (entry, _of_stateful(training.state[entry]))
-            for entry, kind in training.kinds.items()
+            (entry, _of_stateful(entries.state[entry]))
+            for entry, kind in entries.kinds.items()
             if kind == "stateful"
         ]
 
@@ -61,7 +61,7 @@ def _memory(tensor: Tensor) -> _Memory:
 
 
 def of_module(module: nn.Module, kept: Collection[_Memory] = ()) -> Iterator[Callable[[], None]]:
-    """Yield functions that restore a module's parameters, buffers and extra state, except memory in ``places``."""
+    """Yield functions that restore a module's parameters, buffers and extra state, except ``kept`` memory."""
     parts = [local(t).detach() for t in (*module.parameters(), *module.buffers())]
     yield from of_parts(parts, kept)
     for part_of in module.modules():

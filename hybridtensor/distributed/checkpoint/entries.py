@@ -17,17 +17,22 @@ from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.untrusted.manifest import Manifest, Weight
 
 
-class Training:
-    """Everything that a checkpoint holds, sorted by what it is.
+class Entries:
+    """The entries of the state that a checkpoint holds, sorted by their kind.
 
     Args:
         state: Names to modules, optimizers of their parameters, objects with ``state_dict`` and
             ``load_state_dict``, and data.
 
     Attributes:
-        kinds: Kind of each entry.
+        state: Names to entries, as given.
+        kinds: Kind of each entry: ``"module"``, ``"optimizer"``, ``"stateful"`` or ``"data"``.
+        modules: Those among the entries.
+        values: State dict of each module.
+        parameters: Parameters of each module by name, tied ones under each name.
         weights: Converted weights by ``entry.name``, tied ones by each of their names.
         recipes: Fingerprint to recipe in words.
+        name_of: Name of each parameter for optimizers, by ``id``.
         optimizers: Those among the entries.
 
     Raises:
@@ -45,32 +50,29 @@ class Training:
             raise ValueError(f"checkpoint: names without dots are required, got {list(state)}")
         self.state = state
         self.kinds = {name: _kind(value) for name, value in state.items()}
-        self._modules = {name: state[name] for name, kind in self.kinds.items() if kind == "module"}
-        self._values = {
-            name: get_model_state_dict(module) for name, module in self._modules.items()
-        }
-        self._parameters = {
-            name: dict(named_parameters(module)) for name, module in self._modules.items()
+        self.modules = {name: state[name] for name, kind in self.kinds.items() if kind == "module"}
+        self.values = {name: get_model_state_dict(module) for name, module in self.modules.items()}
+        self.parameters = {
+            name: dict(named_parameters(module)) for name, module in self.modules.items()
         }
         self.weights: dict[str, Weight] = {}
         self.recipes: dict[str, str] = {}
-        self._note_weights()
-        several = len(self._modules) > 1
+        self._add_weights()
+        several = len(self.modules) > 1
         names = {
             id(parameter): f"{entry}.{name}" if several else name
-            for entry, parameters in self._parameters.items()
+            for entry, parameters in self.parameters.items()
             for name, parameter in reversed(parameters.items())  # the first of several names counts
         }
-        self._prefix = {entry: f"{entry}." if several else "" for entry in self._modules}
-        self._name_of = names
+        self.name_of = names
         self.optimizers = {
             name: NamedOptimizer(name, state[name], names)
             for name, kind in self.kinds.items()
             if kind == "optimizer"
         }
 
-    def _note_weights(self) -> None:
-        for entry, parameters in self._parameters.items():
+    def _add_weights(self) -> None:
+        for entry, parameters in self.parameters.items():
             for name, parameter in parameters.items():
                 weight = local(parameter)
                 if not isinstance(weight, (MasterWeight, HybridTensor)):
@@ -90,9 +92,9 @@ class Training:
         """Return the names of parameters in each group of each optimizer."""
         return {name: optimizer.groups for name, optimizer in self.optimizers.items()}
 
-    def _master(self, entry: str, name: str) -> Tensor | None:
+    def master(self, entry: str, name: str) -> Tensor | None:
         """Return the fp32 master of a persistent weight, if an optimizer here has it."""
-        stepped = self._name_of.get(id(self._parameters[entry].get(name)))
+        stepped = self.name_of.get(id(self.parameters[entry].get(name)))
         found = (o.masters[stepped] for o in self.optimizers.values() if stepped in o.masters)
         return next(found, None)
 
@@ -108,24 +110,24 @@ class Training:
             if kind == "module":
                 found[entry] = {
                     name: v
-                    for name, v in self._values[entry].items()
-                    if faces or not self._rebuilt(entry, name, v)
+                    for name, v in self.values[entry].items()
+                    if faces or not self._is_requantized(entry, name, v)
                 }
             elif kind == "optimizer":
                 found[entry] = self.optimizers[entry].state()
             else:
                 own = value.state_dict() if kind == "stateful" else value
-                found[entry] = own if has_parts(own) else Opaque(own)
+                found[entry] = own if holds_tensors(own) else Opaque(own)
         return found
 
-    def _rebuilt(self, entry: str, name: str, value: object) -> bool:
+    def _is_requantized(self, entry: str, name: str, value: object) -> bool:
         """Return whether the faces of a weight can be requantized from its master alone."""
         weight = local(value) if isinstance(value, Tensor) else None
         return (
             isinstance(weight, HybridTensor)
             and weight.recipe.weight.repeatable
             and weight.high_precision.follows
-            and self._master(entry, name) is not None
+            and self.master(entry, name) is not None
         )
 
     # -- loading
@@ -133,7 +135,7 @@ class Training:
 
     def differences(self, manifest: Manifest) -> list[str]:
         """Return a text for each weight whose recipe in a checkpoint is not that of the model."""
-        entries = tuple(f"{entry}." for entry in self._modules)
+        entries = tuple(f"{entry}." for entry in self.modules)
         stored = {
             name: weight for name, weight in manifest.weights.items() if name.startswith(entries)
         }
@@ -171,10 +173,12 @@ def _kind(value: object) -> str:
     return "stateful" if isinstance(value, Stateful) else "data"
 
 
-def has_parts(value: object) -> bool:
+def holds_tensors(value: object) -> bool:
     """Return whether a value holds tensors that are loaded in place or sharded."""
     if isinstance(value, Tensor):
         return True
     if isinstance(value, Mapping):
-        return all(isinstance(key, str) for key in value) and any(map(has_parts, value.values()))
-    return isinstance(value, list) and any(map(has_parts, value))
+        return all(isinstance(key, str) for key in value) and any(
+            map(holds_tensors, value.values())
+        )
+    return isinstance(value, list) and any(map(holds_tensors, value))
