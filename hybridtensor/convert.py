@@ -27,7 +27,7 @@ from hybridtensor.common_scales import (
     values_of,
 )
 from hybridtensor.distributed.checkpoint.undo import of_parts
-from hybridtensor.distributed.fsdp.hooks import let_go, part_of, remake_, sharded_as
+from hybridtensor.distributed.fsdp.hooks import part_of, remake_, reshard, sharded_as
 from hybridtensor.dtensor import with_local
 from hybridtensor.fitting import check_plan, check_signs, check_sizes, check_tied, check_weight
 from hybridtensor.layers import Layer, layers_of
@@ -267,7 +267,7 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     for layer, _ in plan:
         # Gathered faces have the former recipe.
         if isinstance(layer.weight, nn.Parameter):
-            let_go(layer.weight)
+            reshard(layer.weight)
     with all_or_nothing(model, [layer for layer, _ in plan]) as undo:
         for persistent in (False, True):
             of_kind = [

@@ -95,7 +95,7 @@ class MasterWeights(torch.optim.Optimizer):
             return parameter
         values = sharded_like(parameter, values_of(part).to(torch.float32, copy=True))
         master = nn.Parameter(values, requires_grad=parameter.requires_grad)
-        part.high_precision.give_to(local(master), follows=part.high_precision.follows)
+        part.high_precision.set_master(local(master), follows=part.high_precision.follows)
         self._pairs.append((parameter, master))
         return master
 
@@ -138,7 +138,7 @@ class MasterWeights(torch.optim.Optimizer):
     def __setstate__(self, state: StateDict) -> None:
         super().__setstate__(state)
         for parameter, master in self._pairs:
-            persistent_part(parameter).high_precision.give_to(local(master), follows=False)
+            persistent_part(parameter).high_precision.set_master(local(master), follows=False)
 
     def masters(self) -> dict[Tensor, Tensor]:
         """Return the fp32 master of each persistent parameter."""
@@ -212,13 +212,13 @@ class MasterWeights(torch.optim.Optimizer):
                 continue
             if not part.high_precision.was_of(own):
                 own.copy_(values_of(part))
-            part.high_precision.give_to(own, follows=part.high_precision.follows)
+            part.high_precision.set_master(own, follows=part.high_precision.follows)
 
     def _write_back(self, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
         """Quantize masters into their parameters, all at once, because ranks exchange scales."""
         refresh_all_([(persistent_part(p), local(master.detach())) for p, master in pairs])
         for parameter, master in pairs:
-            persistent_part(parameter).high_precision.give_to(local(master), follows=True)
+            persistent_part(parameter).high_precision.set_master(local(master), follows=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with masters where they are persistent."""
@@ -295,7 +295,7 @@ class MasterWeights(torch.optim.Optimizer):
             )
         for parameter, master, _, follows in found:
             part = persistent_part(parameter)
-            part.high_precision.give_to(local(master), follows=bool(follows), loaded=True)
+            part.high_precision.set_master(local(master), follows=bool(follows), loaded=True)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

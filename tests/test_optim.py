@@ -284,7 +284,7 @@ def write(model, values, way, folder):
     """Write values into a persistent model, or what an initializer draws."""
     source = ht.quantize_(nn.Sequential(nn.Linear(32, 32, bias=False)), "mxfp8", persistent=True)
     source[0].weight.detach().copy_(values)
-    source[0].weight.high_precision.let_go()
+    source[0].weight.high_precision.release_original()
     if way == "copy_":
         model[0].weight.detach().copy_(values)
     elif way == "initializer":

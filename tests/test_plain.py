@@ -78,7 +78,7 @@ def test_values_are_those_that_were_trained_and_optimizers_go_on(persistent):
 
 def test_faces_alone_give_what_they_hold():
     net = model("mxfp8", persistent=True).requires_grad_(False)
-    net[0].weight.high_precision.let_go()
+    net[0].weight.high_precision.release_original()
     expected = net[0].weight.dequantize()
     ht.plain_(net, torch.bfloat16)
     assert net[0].weight.dtype == torch.bfloat16

@@ -265,7 +265,7 @@ def _write(part: Fragment, row: Face | Tensor | None, column: Face | Tensor | No
     overwrite_(
         "quantize_master_weights", weight, (None if weight.rowwise is None else whole_row, made)
     )
-    weight.high_precision.let_go()  # the masters are the caller's
+    weight.high_precision.release_original()  # the masters are the caller's
     weight.high_precision.note_copied(weight.dequantize, weight.taken)
 
 

@@ -167,7 +167,7 @@ def _let_go(model: nn.Module) -> None:
     modules = {id(module) for module in model.modules()}
     for sharded in everything():
         if any(id(reader) in modules for reader in sharded.readers):
-            sharded.let_go()
+            sharded.reshard()
 
 
 def _check_adapters(who: str, model: nn.Module) -> None:

@@ -120,13 +120,13 @@ class HighPrecisionValues:
     # -- optimizers
     # ---------------------------------------------------------------------------------------------------
 
-    def give_to(self, master: Tensor, *, follows: bool, loaded: bool = False) -> None:
-        """Release the original: ``master`` holds the values while its optimizer lives."""
-        self.let_go()
+    def set_master(self, master: Tensor, *, follows: bool, loaded: bool = False) -> None:
+        """Let ``master`` hold the values while its optimizer lives, and release the original."""
+        self.release_original()
         self._master, self._former, self._existed = weakref.ref(master), None, True
         self._follows, self.loaded = follows, loaded
 
-    def let_go(self) -> None:
+    def release_original(self) -> None:
         """Release the original, because the faces were made from better values elsewhere."""
         self.original, self._follows, self.loaded = None, False, False
 

@@ -24,23 +24,19 @@ _STATE_NAMES = ("state_rounding", "state_encode_scale", "state_amax_address", "s
 _GRAD: Any = torch._C.TensorBase.grad  # torch's getter and setter
 
 
-Sent = Any
-"""What the first half of a gather hands to the second, through FSDP2."""
-
-
 class Gathering(Protocol):
     """FSDP2's hooks of a weight, implemented by ``hybridtensor.distributed.fsdp``."""
 
     def pre_all_gather(
         self, tensor: InterceptingTensor, module: nn.Module
-    ) -> tuple[tuple[Tensor, ...], Sent]:
+    ) -> tuple[tuple[Tensor, ...], Any]:
         """Return the payload, and the ``metadata`` for ``post_all_gather``."""
 
     def post_all_gather(
         self,
         tensor: InterceptingTensor,
         outputs: tuple[Tensor, ...],
-        metadata: Sent,
+        metadata: Any,
         dtype: torch.dtype,
         out: Tensor | None,
     ) -> object:
@@ -76,9 +72,9 @@ class PreAllGather:
         outer_stride: object,
         module: nn.Module,
         mp_policy: object,
-    ) -> tuple[tuple[Tensor, ...], Sent]:
+    ) -> tuple[tuple[Tensor, ...], Any]:
         tensor = self._tensor
-        return (tensor.gathering or _required(None)).pre_all_gather(tensor, module)
+        return _required(tensor.gathering).pre_all_gather(tensor, module)
 
     # FSDP2 inspects the hook before every gather. ``inspect`` takes this attribute, and is slow for a method.
     __signature__ = inspect.Signature(list(inspect.signature(__call__).parameters.values())[1:])
@@ -322,14 +318,13 @@ class InterceptingTensor(WrapperTensor):
     def fsdp_post_all_gather(
         self,
         outputs: tuple[Tensor, ...],
-        metadata: Sent,
+        metadata: Any,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> object:
         """Return the gathered weight from all ranks' payloads."""
-        gathering = self.gathering or _required(None)
-        return gathering.post_all_gather(self, outputs, metadata, param_dtype, out)
+        return _required(self.gathering).post_all_gather(self, outputs, metadata, param_dtype, out)
 
     @classmethod
     def __torch_function__(  # type: ignore[override]

@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-import torch
+from sharding import bytes_per_rank
 from tensor_parallel import SAME_WEIGHT_GRADIENTS
 
 import hybridtensor as ht
-from hybridtensor.distributed.fsdp.payload import bytes_per_rank
 from hybridtensor.distributed.fsdp.plan import make_plan, pieces
 from hybridtensor.distributed.sequence.plan import gradient_plan, sequence_plan
 
@@ -18,7 +17,7 @@ def test_table_of_bytes():
     expected = []
     for name, recipe in ht.recipes.RECIPES.items():
         plan = make_plan(recipe(), (4096, 4096), 8, 0)
-        sent = [bytes_per_rank(plan, *wanted, torch.bfloat16, torch.float32) for wanted in WANTED]
+        sent = [bytes_per_rank(plan, *wanted) for wanted in WANTED]
         cells = [f"{nbytes / (2 * 512 * 4096):.3f}x" for nbytes in sent]
         expected.append(f"| `{name}` | {' | '.join(cells)} | {plan.reduce or ''} |")
     table = DOCS.split("<!-- table: gathers -->\n")[1].split("\n\n")[0].splitlines()[2:]

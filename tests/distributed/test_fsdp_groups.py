@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 import hybridtensor as ht
-from hybridtensor.distributed.fsdp.bundle import Bundle, Ready
+from hybridtensor.distributed.fsdp.bundle import Bundle, PreparedGather
 from hybridtensor.distributed.fsdp.payload import Payload
 from hybridtensor.dtensor import local
 from hybridtensor.subclasses.intercepting import InterceptingTensor
@@ -25,7 +25,7 @@ def noted():
     many weights are cast at once, ``"unpacked"`` once per group.
     """
     found = {"sent": [], "cast": [], "unpacked": 0}
-    gathering, cast, unpack = InterceptingTensor.gathering, Payload.cast, Ready.unpack
+    gathering, cast, unpack = InterceptingTensor.gathering, Payload.cast, PreparedGather.unpack
 
     class Noting(type(gathering)):
         @staticmethod
@@ -45,7 +45,7 @@ def noted():
     with (
         mock.patch.object(InterceptingTensor, "gathering", Noting()),
         mock.patch.object(Payload, "cast", casting),
-        mock.patch.object(Ready, "unpack", unpacking),
+        mock.patch.object(PreparedGather, "unpack", unpacking),
     ):
         yield found
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from faces import tensor_faces
 from processes import here
 from rich.console import Console
-from sharding import RECIPES, batch, make, mesh_of, shard
+from sharding import RECIPES, batch, bytes_per_rank, make, mesh_of, shard
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +21,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 import hybridtensor as ht
-from hybridtensor.distributed.fsdp.payload import bytes_per_rank
 from hybridtensor.distributed.fsdp.plan import make_plan
 from hybridtensor.distributed.fsdp.shard import shard_of
 from hybridtensor.distributed.fsdp.torch_compat import locate
@@ -72,9 +71,7 @@ def only_the_face_of_the_phase(rank):
     for recipe in dict.fromkeys([*RECIPES, *LIMITS]):
         config = ht.recipes.from_name(recipe)
         plan = make_plan(config, (256, 256), 2, 0)
-        expected = [
-            [bytes_per_rank(plan, *wanted, torch.bfloat16, torch.float32)] for wanted in ((True, False), (False, True))
-        ]
+        expected = [[bytes_per_rank(plan, *wanted)] for wanted in ((True, False), (False, True))]
         model, count = one_layer(recipe, mesh_of(rank, 2))
         for _ in range(2):
             assert list(phases(model, count)) == expected, recipe

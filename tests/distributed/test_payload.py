@@ -34,7 +34,7 @@ def noted():
 
     with (
         mock.patch("hybridtensor.distributed.fsdp.bundle.fill", note),
-        mock.patch.object(Share, "again", return_value=None),
+        mock.patch.object(Share, "cached_cast", return_value=None),
     ):
         yield made
 
@@ -45,7 +45,7 @@ def shards(model):
 
 def payload_of(shard):
     """Return what is kept of the weights that are gathered with one, and its share in it; None twice if nothing is."""
-    for members, payload in group_of(shard.sharded).kept.items():
+    for members, payload in group_of(shard.sharded).payloads.items():
         if shard in members:
             return payload, payload.shares[members.index(shard)]
     return None, None

@@ -48,7 +48,7 @@ def names_are_there(rank):
     sharded.gather_again()
     assert len(outputs) == len(sharded.param.all_gather_outputs) == 1
     assert model[1].weight.shape == (8, 8)
-    sharded.let_go()
+    sharded.reshard()
     assert sharded.group.is_sharded
 
 

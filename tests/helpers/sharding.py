@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import hybridtensor as ht
+from hybridtensor.distributed.fsdp.payload import Sending, layout_of
 from hybridtensor.dtensor import local
 from hybridtensor.subclasses.structure import flatten
 
@@ -133,3 +134,11 @@ def split_like(values, sharded):
     if not isinstance(sharded, DTensor):
         return values
     return local(distribute_tensor(values, sharded.device_mesh, sharded.placements, src_data_rank=None))
+
+
+def bytes_per_rank(plan, rowwise, columnwise, dtype=torch.bfloat16, master=torch.float32):
+    """Bytes that a rank sends for the faces asked for; dtypes of the computation and of the weight."""
+    sent = plan.sends(rowwise, columnwise)
+    if sent == ("whole",):
+        return plan.rows * plan.columns * plan.whole_dtype(dtype, master).itemsize
+    return layout_of((Sending(plan, sent, dtype),)).nbytes

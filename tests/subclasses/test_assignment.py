@@ -243,7 +243,7 @@ def test_a_trainable_persistent_weight_changes_by_its_values(name):
 
 def test_without_values_a_trainable_weight_is_not_changed():
     net = layer(persistent=True)
-    net.weight.high_precision.let_go()
+    net.weight.high_precision.release_original()
     before = net.weight.dequantize()
     with pytest.raises(NotImplementedError, match=r"faces only, in which small changes are lost; step it through"):
         net.weight.data += 1.0

@@ -120,7 +120,7 @@ class Restoration:
         if self._has_same_recipe(full) and full in self._with_faces:
             self.target[entry][name] = value
             self._loaded[entry][name] = value
-            self._after.append(_persistent(parameter).high_precision.let_go)
+            self._after.append(_persistent(parameter).high_precision.release_original)
         elif master is not None and any(
             master is m for t in self.target.values() for m in _masters(t)
         ):

@@ -1,4 +1,4 @@
-"""Weights of a group whose bytes are sent together: what a rank sends, and what becomes of what all ranks sent."""
+"""Weights of a group whose bytes are sent together: preparing this rank's payload, and unpacking all ranks'."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hybridtensor.distributed.fsdp.gathered_faces import GatheredFaces
-from hybridtensor.distributed.fsdp.payload import Payload, Remake, Sending, Share, Stretch
+from hybridtensor.distributed.fsdp.payload import Payload, PayloadCast, Sending, Share, Stretch
 from hybridtensor.distributed.fsdp.plan import ROW
-from hybridtensor.distributed.fsdp.sending import Answer, Sent, Weight, fill
+from hybridtensor.distributed.fsdp.sending import HookResult, Sent, Weight, fill
 from hybridtensor.distributed.fsdp.shard import Shard
 from hybridtensor.distributed.fsdp.torch_compat import free_storage
 from hybridtensor.distributed.fsdp.unpack import Copies, Received
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hybridtensor.distributed.fsdp.group import WeightGroup
 
 
-class Ready:
+class PreparedGather:
     """The payload of one kind of gather with views of it, and the buffers that receive all ranks' payloads."""
 
     def __init__(
@@ -47,11 +47,11 @@ class Ready:
         # FSDP2 allocates their storage before it copies into them (``alloc_all_gather_outputs``).
         for buffer in self.buffers:
             free_storage(buffer)
-        self.answers: list[Answer] = []
+        self.results: list[HookResult] = []
         for index, (shard, asked) in enumerate(zip(shards, wanted, strict=True)):
             sends = index == bundle.sender
             about = Sent(asked, bundle, index, sends or index == len(shards) - 1)
-            self.answers.append((sent if sends else nothing, (shard, about)))
+            self.results.append((sent if sends else nothing, (shard, about)))
         self._copies: Copies | None = None
         self._of: tuple[object, ...] = ()
 
@@ -105,7 +105,7 @@ class Bundle:
     sends anything, and has received everything before it calls the second hook of the first one.
 
     Args:
-        keeper: Keeps what is sent.
+        group: The FSDP2 group of the weights, which caches their payloads.
         shards: The weights, in FSDP2's order.
         wanted: Of each, whether the rowwise face is wanted, and the columnwise one.
         keeps: Whether what is sent can be sent again until a weight is written.
@@ -113,12 +113,12 @@ class Bundle:
 
     def __init__(
         self,
-        keeper: WeightGroup,
+        group: WeightGroup,
         shards: tuple[Shard, ...],
         wanted: Sequence[tuple[bool, bool]],
         keeps: bool,
     ) -> None:
-        self._keeper, self._shards, self._wanted, self._keeps = keeper, shards, wanted, keeps
+        self._group, self._shards, self._wanted, self._keeps = group, shards, wanted, keeps
         self._sendings = tuple(
             Sending(shard.plan, shard.plan.sends(*asked), shard.dtype)
             for shard, asked in zip(shards, wanted, strict=True)
@@ -127,14 +127,16 @@ class Bundle:
         self._device, self._is_offloaded = first.device, first.is_offloaded
         # A single rank's bytes are forwarded one weight after the other, each after its first hook
         self.sender = len(shards) - 1 if first.num_ranks == 1 else 0
-        self._passing: Payload | None = None
+        self._uncached: Payload | None = None
         self._payload: Payload | None = None
         self._received: tuple[Tensor, ...] = ()
         self._time, self._may_keep = -1, False
 
     # -- before the gather
 
-    def prepare(self, parts: Sequence[Weight], time: int, recorded: bool) -> list[Answer] | None:
+    def prepare(
+        self, parts: Sequence[Weight], time: int, recorded: bool
+    ) -> list[HookResult] | None:
         """Quantize the local shards that changed since the last payload; return each weight's hook result, or None
         to copy it first."""
         if self._time != time:
@@ -146,27 +148,27 @@ class Bundle:
         # itself.
         if keeps and self._is_offloaded:
             keeps = all(part.device == self._device for part in parts)
-        payload = self._kept() if keeps else self._to_pass(recorded)
+        payload = self._cached_payload() if keeps else self._uncached_payload(recorded)
         self._payload, comes_later = payload, self._is_offloaded and not keeps
         if not keeps and not comes_later:
-            self._make(payload, range(len(parts)), parts, keeps=False)
+            self._quantize(payload, range(len(parts)), parts, keeps=False)
         elif keeps and payload.time != time:
             pairs = zip(self._shards, payload.shares, strict=True)
             old = [i for i, (shard, share) in enumerate(pairs) if share.seen is not shard.seen]
-            self._make(payload, old, parts, keeps=True)
+            self._quantize(payload, old, parts, keeps=True)
             payload.time = time
-        ready: Ready = payload.answers[self]
-        self._shards[self.sender].sharded.gather_into(ready.buffers)
-        return None if comes_later else ready.answers
+        gather: PreparedGather = payload.gathers[self]
+        self._shards[self.sender].sharded.gather_into(gather.buffers)
+        return None if comes_later else gather.results
 
-    def send(self, place: int, tensor: Weight) -> Answer:
+    def send(self, place: int, tensor: Weight) -> HookResult:
         """Quantize a copy of one local shard, and return its ``fsdp_pre_all_gather`` result."""
         payload: Any = self._payload
         shard = self._shards[place]
         shard.order_amaxes()
         fill(payload.shares[place], tensor, shard.part)
-        answer: Answer = payload.answers[self].answers[place]
-        return answer
+        result: HookResult = payload.gathers[self].results[place]
+        return result
 
     # -- after the gather
 
@@ -176,58 +178,58 @@ class Bundle:
             self._received = outputs
         payload = self._payload
         if place == len(self._shards) - 1 and payload is not None:
-            ready = payload.answers[self]
+            gather = payload.gathers[self]
             with torch.no_grad():
-                ready.unpack(self._received)
+                gather.unpack(self._received)
             self._shards[self.sender].sharded.gather_into([])
             # FSDP2 no longer knows these buffers: it would free them at the reshard only, which
             # with ``reshard_after_forward=False`` comes after backward.
             for tensor in self._received:
                 free_storage(tensor)
-            if payload is self._passing:
+            if payload is self._uncached:
                 payload.release()
             self._payload, self._received = None, ()
 
     # -- what is sent
 
-    def _to_pass(self, recorded: bool) -> Payload:
-        """Return a payload for one gather, without caching."""
+    def _uncached_payload(self, recorded: bool) -> Payload:
+        """Return a payload for this gather alone, which is not cached."""
         if self._keeps and not recorded:
-            self._keeper.kept.pop(self._shards, None)
-        if self._passing is None:
-            self._passing = self._new_payload(self._sendings)
-        self._passing.order()
-        self._passing.acquire()
-        return self._passing
+            self._group.payloads.pop(self._shards, None)
+        if self._uncached is None:
+            self._uncached = self._new_payload(self._sendings)
+        self._uncached.order()
+        self._uncached.acquire()
+        return self._uncached
 
-    def _kept(self) -> Payload:
+    def _cached_payload(self) -> Payload:
         """Return the cached payload of these weights, with all faces requested so far, which one launch quantizes."""
-        kept, sendings = self._keeper.kept.get(self._shards), self._sendings
-        if kept is not None and self not in kept.answers:
+        kept, sendings = self._group.payloads.get(self._shards), self._sendings
+        if kept is not None and self not in kept.gathers:
             pairs = list(zip(sendings, kept.sendings, strict=True))
             if any(mine.plan is not old.plan or mine.dtype != old.dtype for mine, old in pairs):
                 kept = None
             elif any(not set(mine.names) <= set(old.names) for mine, old in pairs):
                 sendings, kept = tuple(mine.joined(old) for mine, old in pairs), None
         if kept is None:
-            kept = self._keeper.kept[self._shards] = self._new_payload(sendings)
-        elif self not in kept.answers:
-            self._add_answers(kept)
+            kept = self._group.payloads[self._shards] = self._new_payload(sendings)
+        elif self not in kept.gathers:
+            self._add_gather(kept)
         kept.order()
         return kept
 
     def _new_payload(self, sendings: tuple[Sending, ...]) -> Payload:
         with torch.inference_mode(False):
             payload = Payload(sendings, self._device)
-        self._add_answers(payload)
+        self._add_gather(payload)
         return payload
 
-    def _add_answers(self, payload: Payload) -> None:
+    def _add_gather(self, payload: Payload) -> None:
         names = [sending.names for sending in self._sendings]
         with torch.inference_mode(False):
-            payload.answers[self] = Ready(payload, self._shards, self._wanted, names, self)
+            payload.gathers[self] = PreparedGather(payload, self._shards, self._wanted, names, self)
 
-    def _make(
+    def _quantize(
         self, payload: Payload, chosen: Sequence[int], parts: Sequence[Weight], *, keeps: bool
     ) -> None:
         """Quantize some weights into the payload."""
@@ -241,7 +243,7 @@ class Bundle:
             if not keeps or not isinstance(part, MasterWeight):
                 fill(share, part, shard.part)
                 continue
-            cast = self._remake(shard, share, part)
+            cast = self._payload_cast(shard, share, part)
             if cast is not None:
                 casts.append(cast)
                 values.append(part.plain)
@@ -253,16 +255,16 @@ class Bundle:
             for index in chosen:
                 payload.shares[index].seen = self._shards[index].seen
 
-    def _remake(self, shard: Shard, share: Share, part: MasterWeight) -> Remake | None:
-        """Requantize a cached weight, or return the cast so that one launch does several."""
+    def _payload_cast(self, shard: Shard, share: Share, part: MasterWeight) -> PayloadCast | None:
+        """Return the cast of a weight into its cached payload, for one launch of several; None if it ran already."""
         state, plain = part.state, part.plain
         others = shard.amaxes, *(() if state is None else (*state[:3], state.common_amax))
-        again = share.again(plain, others)
-        if again is None:
-            again = fill(share, part, shard.part, runs=False)
-            share.keep(again, plain, others)
+        cast = share.cached_cast(plain, others)
+        if cast is None:
+            cast = fill(share, part, shard.part, runs=False)
+            share.cache_cast(cast, plain, others)
         # Weak, and watched: a cached payload must not keep the memory of a weight that was
         # replaced, and is dropped together with it.
-        if share.of is None or share.of() is not plain:
-            share.of = weakref.ref(plain, self._keeper.forget)
-        return again
+        if share.source is None or share.source() is not plain:
+            share.source = weakref.ref(plain, self._group.forget)
+        return cast

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridtensor.distributed.fsdp.bundle import Bundle
 from hybridtensor.distributed.fsdp.payload import Payload
-from hybridtensor.distributed.fsdp.sending import Answer, Sent, Weight
+from hybridtensor.distributed.fsdp.sending import HookResult, Sent, Weight
 from hybridtensor.distributed.fsdp.shard import Shard, shard_of
 from hybridtensor.distributed.fsdp.torch_compat import Sharded
 from hybridtensor.ops.library import is_recorded
@@ -40,7 +40,7 @@ class Gather:
         self._shards = group.shards
         self._needed: list[tuple[Sharded, list[Tensor]]] = []
 
-    def begin(self, parts: Sequence[Weight], time: int) -> Sequence[Answer | None]:
+    def begin(self, parts: Sequence[Weight], time: int) -> Sequence[HookResult | None]:
         """Prepare the payload of all weights; return the hook result of each, or None where it must be copied first."""
         if len(self._needed) < len(self._shards):  # faces are known after the first gather
             pairs = [
@@ -51,18 +51,18 @@ class Gather:
         # hook, and those of the last gather may be another face's.
         for sharded, needed in self._needed:
             sharded.free_on_reshard(needed)
-        answers: Sequence[Answer | None] = [None] * len(parts)
+        results: Sequence[HookResult | None] = [None] * len(parts)
         recorded = is_recorded()
         for bundle, indices in self._bundles:
             if len(indices) == len(parts):
-                return bundle.prepare(parts, time, recorded) or answers
+                return bundle.prepare(parts, time, recorded) or results
             own = bundle.prepare([parts[index] for index in indices], time, recorded)
             if own is not None:
                 known = dict(zip(indices, own, strict=True))
-                answers = [known.get(index, answer) for index, answer in enumerate(answers)]
-        return answers
+                results = [known.get(index, result) for index, result in enumerate(results)]
+        return results
 
-    def send(self, index: int, tensor: Weight) -> Answer:
+    def send(self, index: int, tensor: Weight) -> HookResult:
         """Return the ``fsdp_pre_all_gather`` result of a weight whose payload was not prepared."""
         place = self._places.get(index)
         if place is not None:
@@ -80,23 +80,23 @@ class WeightGroup:
     def __init__(self, sharded: Sharded) -> None:
         self._sharded = sharded
         self.shards: list[Shard] = []
-        self.kept: dict[tuple[Shard, ...], Payload] = {}
+        self.payloads: dict[tuple[Shard, ...], Payload] = {}
         self._gathers: dict[tuple[bool, bool], Gather] = {}
         self._kinds: list[type] = []
         self._indices: list[int] = []  # of the weights among all parameters
         self._time = 0
         self._gather: Gather | None = None
 
-    def send(self, shard: Shard, tensor: Weight) -> Answer:
+    def send(self, shard: Shard, tensor: Weight) -> HookResult:
         """Return the ``fsdp_pre_all_gather`` result of a weight; ``tensor`` is the local shard, or a copy on another
         device."""
-        gather, answer = self._gather, None
-        if gather is None or shard.turn is None:
+        gather, result = self._gather, None
+        if gather is None or shard.prepared is None:
             gather = self._gather = self._begin()
-        if shard.turn is not None:
-            answer, shard.turn = shard.turn[1], None
-        self.shards[0].turn = None  # its next hook begins anew
-        return answer or gather.send(self.shards.index(shard), tensor)
+        if shard.prepared is not None:
+            result, shard.prepared = shard.prepared[1], None
+        self.shards[0].prepared = None  # its next hook begins anew
+        return result or gather.send(self.shards.index(shard), tensor)
 
     def _begin(self) -> Gather:
         """Exchange amaxes with the other ranks, and prepare the payload."""
@@ -111,11 +111,11 @@ class WeightGroup:
         # All weights are looked at before any is quantized: renewing the amaxes of one may change
         # what another one is scaled by.
         for shard, part in zip(self.shards, parts, strict=True):
-            if shard.note(part, adopts=adopts):
+            if shard.check_writes(part, adopts=adopts):
                 self._time += 1
         for shard, part in zip(self.shards, parts, strict=True):
             if shard.seen is None:  # magnitudes were reduced for a later one
-                shard.note(part, adopts=adopts)
+                shard.check_writes(part, adopts=adopts)
                 self._time += 1
         sharded.reshard_to_all_ranks()
         wants = sharded.wants()
@@ -124,9 +124,9 @@ class WeightGroup:
             if not self._gathers:
                 self._drop_old_plans()
             gather = self._gathers[wants] = Gather(self, wants)
-        answers = gather.begin(parts, self._time)
-        for shard, part, answer in zip(self.shards, parts, answers, strict=True):
-            shard.turn = part, answer
+        results = gather.begin(parts, self._time)
+        for shard, part, result in zip(self.shards, parts, results, strict=True):
+            shard.prepared = part, result
         return gather
 
     def _enroll(self, parts: Sequence[Tensor]) -> None:
@@ -140,16 +140,16 @@ class WeightGroup:
 
     def _drop_old_plans(self) -> None:
         """Drop cached payloads of former recipes."""
-        for shards, payload in list(self.kept.items()):
+        for shards, payload in list(self.payloads.items()):
             plans = [shard.plan for shard in shards]
             if any(old.plan is not plan for old, plan in zip(payload.sendings, plans, strict=True)):
-                del self.kept[shards]
+                del self.payloads[shards]
 
     def forget(self, dead: weakref.ref[Tensor]) -> None:
         """Drop cached payloads of local shards that no longer exist: the model was moved or reloaded."""
-        for shards, payload in list(self.kept.items()):
-            if any(share.of is dead for share in payload.shares):
-                self.kept.pop(shards, None)
+        for shards, payload in list(self.payloads.items()):
+            if any(share.source is dead for share in payload.shares):
+                self.payloads.pop(shards, None)
 
 
 def group_of(sharded: Sharded) -> WeightGroup:

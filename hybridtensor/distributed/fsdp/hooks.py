@@ -25,7 +25,7 @@ from hybridtensor.distributed.fsdp.plan import (
     check_persistent,
 )
 from hybridtensor.distributed.fsdp.planning import matrix_plan, plan_of
-from hybridtensor.distributed.fsdp.sending import Answer, Sent
+from hybridtensor.distributed.fsdp.sending import HookResult, Sent
 from hybridtensor.distributed.fsdp.shard import Shard, shard_of
 from hybridtensor.distributed.fsdp.stack_plan import stack_plan
 from hybridtensor.distributed.fsdp.torch_compat import MISSING, Sharded, everything, locate
@@ -48,10 +48,10 @@ def part_of(weight: Tensor) -> Tensor:
     return part
 
 
-def let_go(weight: Tensor) -> None:
+def reshard(weight: Tensor) -> None:
     """Free a gathered weight, so that it is gathered again before its next use."""
     if isinstance(weight, HybridTensor) and weight.record.gathered is not None:
-        weight.record.gathered.sharded.let_go()
+        weight.record.gathered.sharded.reshard()
 
 
 def find(module: nn.Module, tensor: InterceptingTensor) -> Shard:
@@ -108,17 +108,17 @@ class _Gathering:
     """The two FSDP2 hooks, ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``; see ``InterceptingTensor``."""
 
     @staticmethod
-    def pre_all_gather(tensor: Any, module: nn.Module) -> Answer:
+    def pre_all_gather(tensor: Any, module: nn.Module) -> HookResult:
         """Return the payload, and the shard record and plan for ``post_all_gather``."""
         reference = tensor.record.shard
         known: Shard | None = None if reference is None else reference()
-        if known is not None and known.turn is not None:
-            # The first hook of this gather prepared the answers of all its weights. Each serves once: FSDP2 may
+        if known is not None and known.prepared is not None:
+            # The first hook of this gather prepared the results of all its weights. Each serves once: FSDP2 may
             # gather again.
-            part, answer = known.turn
-            if part is tensor and answer is not None:
-                known.turn = None
-                return answer
+            part, result = known.prepared
+            if part is tensor and result is not None:
+                known.prepared = None
+                return result
         # Attributes of a weight would pass through its torch function, here and in all that follows
         with torch._C.DisableTorchFunctionSubclass():
             shard = find(module, tensor)

@@ -1,7 +1,7 @@
 """The payload of shards that are gathered together.
 
 A rank sends one flat tensor of bytes: the tensors of every requested face, weight by weight, each at a multiple of 16
-bytes and in the layout that casts write (``Wire``). Shards are quantized straight into it. It is cached until a shard
+bytes and in the layout that casts write (``Layout``). Shards are quantized straight into it. It is cached until a shard
 is written (``Payload``): backward, and every further microbatch, send what forward quantized.
 
 Shape letters: ``R`` ranks.
@@ -57,7 +57,7 @@ class Slot(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wire:
+class Layout:
     """The layout of a payload: its slots, grouped by name, and its size in bytes."""
 
     slots: tuple[Slot, ...]
@@ -89,7 +89,7 @@ class Stretch(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def wire(sendings: tuple[Sending, ...]) -> Wire:
+def layout_of(sendings: tuple[Sending, ...]) -> Layout:
     """Lay out the payload of several weights; high-precision values have the dtype of the computation."""
     slots, begin = [], 0
     # By face, then by weight: what a gather of one face sends is then one stretch of bytes.
@@ -99,7 +99,7 @@ def wire(sendings: tuple[Sending, ...]) -> Wire:
                 end = begin + math.ceil(piece.nbytes / _ALIGNMENT) * _ALIGNMENT
                 slots.append(Slot(weight, name, piece, begin, end))
                 begin = end
-    return Wire(tuple(slots), begin)
+    return Layout(tuple(slots), begin)
 
 
 def _pieces(sending: Sending, name: str) -> tuple[Piece, ...]:
@@ -111,18 +111,7 @@ def _pieces(sending: Sending, name: str) -> tuple[Piece, ...]:
     return pieces(plan.face(name).format, name, plan.rows, plan.columns)
 
 
-def bytes_per_rank(
-    plan: Plan, rowwise: bool, columnwise: bool, dtype: torch.dtype, master: torch.dtype
-) -> int:
-    """Return the bytes that a rank sends for the requested faces; ``dtype`` of the computation, ``master`` of the
-    weight."""
-    sent = plan.sends(rowwise, columnwise)
-    if sent == ("whole",):
-        return plan.rows * plan.columns * plan.whole_dtype(dtype, master).itemsize
-    return wire((Sending(plan, sent, dtype),)).nbytes
-
-
-class Remake:
+class PayloadCast:
     """A prepared cast into the payload, with its inputs besides the local shard."""
 
     def __init__(self, cast: PreparedCast, inputs: CastInputs, out: list[Tensor]) -> None:
@@ -144,10 +133,10 @@ class Share:
     def __init__(self, sending: Sending, slots: Sequence[Slot], memory: Tensor) -> None:
         self.sending, self._slots = sending, slots
         self.seen: object = None
-        self.of: weakref.ref[Tensor] | None = None
+        self.source: weakref.ref[Tensor] | None = None
         self.tensors: dict[str, list[Tensor]] = {}
         self.alike: dict[tuple[str, int], Tensor] = {}
-        self._again: Remake | None = None
+        self._cast: PayloadCast | None = None
         self._inputs: tuple[Place | None, tuple[object, ...]] = None, ()
         for name in sending.names:
             self.tensors[name] = [
@@ -172,7 +161,7 @@ class Share:
                 self.alike[name, index] = layout.empty(device)
                 self.tensors[name].insert(index, self.alike[name, index])
 
-    def again(self, part: Tensor, others: tuple[object, ...]) -> Remake | None:
+    def cached_cast(self, part: Tensor, others: tuple[object, ...]) -> PayloadCast | None:
         """Return the cached cast that requantizes ``part``; None if it was made for another part or ``others``."""
         # Identity is enough, and does not read the device: a prepared cast holds addresses, so that
         # a new tensor needs a new cast even if its values are equal.
@@ -182,11 +171,13 @@ class Share:
             and len(inputs) == len(others)
             and all(map(operator.is_, inputs, others))
         )
-        return self._again if same else None
+        return self._cast if same else None
 
-    def keep(self, again: Remake | None, part: Tensor, others: tuple[object, ...]) -> None:
+    def cache_cast(
+        self, cast: PayloadCast | None, part: Tensor, others: tuple[object, ...]
+    ) -> None:
         """Record the cast of ``part``, by its place in memory, and ``others``."""
-        self._again, self._inputs = again, (place_of(part), others)
+        self._cast, self._inputs = cast, (place_of(part), others)
 
     def fill(self, name: str, face: Face, first: int, rows: int) -> None:
         """Copy rows ``first`` to ``first + rows`` of a quantized face into the payload; of a stack all of it."""
@@ -212,12 +203,12 @@ class Payload:
     weight."""
 
     def __init__(self, sendings: tuple[Sending, ...], device: torch.device) -> None:
-        self.sendings, self.layout = sendings, wire(sendings)
+        self.sendings, self.layout = sendings, layout_of(sendings)
         self._bytes = torch.empty(self.layout.nbytes, dtype=torch.uint8, device=device)
         self._order = StreamOrder()
-        self.answers: dict[object, Any] = {}
+        self.gathers: dict[object, Any] = {}
         self.time = -1
-        self._casts: tuple[list[Remake], list[tuple[list[int], PreparedList]]] = [], []
+        self._casts: tuple[list[PayloadCast], list[tuple[list[int], PreparedList]]] = [], []
         self.shares = [
             Share(sending, [slot for slot in self.layout.slots if slot.weight == i], self._bytes)
             for i, sending in enumerate(sendings)
@@ -228,7 +219,7 @@ class Payload:
     def sent(self, stretches: Iterable[Stretch]) -> tuple[Tensor, ...]:
         return tuple(self._bytes[one.begin : one.begin + one.nbytes] for one in stretches)
 
-    def cast(self, casts: list[Remake], values: Sequence[Tensor]) -> None:
+    def cast(self, casts: list[PayloadCast], values: Sequence[Tensor]) -> None:
         """Run the casts of weights, those with one key in one launch, for tensors with the memory layout of the
         first ones."""
         # Casts have no ``__eq__``: lists are equal if they hold the same objects, those of the last
@@ -260,7 +251,7 @@ class Payload:
 
 
 def _together(
-    indices: Sequence[int], casts: Sequence[Remake], values: Sequence[Tensor]
+    indices: Sequence[int], casts: Sequence[PayloadCast], values: Sequence[Tensor]
 ) -> PreparedList:
     """Return one cast that does several."""
     chosen = [casts[index] for index in indices]

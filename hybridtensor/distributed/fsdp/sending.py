@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hybridtensor.distributed.fsdp.payload import Remake, Share
+from hybridtensor.distributed.fsdp.payload import PayloadCast, Share
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan
 from hybridtensor.distributed.fsdp.scales import Part
 from hybridtensor.state import StateTensors
@@ -30,10 +30,10 @@ class Sent(NamedTuple):
     wanted: tuple[bool, bool]
     bundle: Bundle | None = None
     place: int = 0
-    acts: bool = False
+    has_work: bool = False
 
 
-Answer: TypeAlias = "tuple[tuple[Tensor, ...], tuple[Shard, Sent]]"
+HookResult: TypeAlias = "tuple[tuple[Tensor, ...], tuple[Shard, Sent]]"
 """What the first hook returns: the tensors that this rank sends, and for the second hook the shard and what is sent."""
 
 
@@ -55,7 +55,7 @@ def fill(
     part_of: Callable[[Tensor, StateTensors | None], Part],
     *,
     runs: bool = True,
-) -> Remake | None:
+) -> PayloadCast | None:
     """Quantize the local shard into the payload; with ``runs=False`` return a single prepared cast instead of
     running it."""
     names, dtype = share.sending.names, share.sending.dtype
@@ -75,7 +75,7 @@ def fill(
         out = [target for name in _DIRECTIONS for target in share.tensors.get(name, [])]
         prepared = part.prepare_into(out, rowwise=rowwise, columnwise=columnwise)
         if prepared is not None:
-            cast = Remake(*prepared, out)
+            cast = PayloadCast(*prepared, out)
             # Values that the recipe rounds first are a temporary copy, which a launch for the whole
             # group, later, could no longer read.
             if values is tensor.plain and not runs:

@@ -1,4 +1,4 @@
-"""One sharded weight: what a rank sends of it, and what becomes of what all ranks sent."""
+"""One weight that FSDP2 shards: its plan, what it depends on, and its gathered faces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridtensor.distributed.fsdp.gathered_faces import GatheredFaces, uncounte
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan, check_persistent
 from hybridtensor.distributed.fsdp.planning import plan_of
 from hybridtensor.distributed.fsdp.scales import Part
-from hybridtensor.distributed.fsdp.sending import Answer, Sent, Weight, whole_values
+from hybridtensor.distributed.fsdp.sending import HookResult, Sent, Weight, whole_values
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.distributed.fsdp.torch_compat import Sharded, alloc_storage
 from hybridtensor.ops import Face
@@ -45,11 +45,11 @@ class Shard:
         exchange: Reduces the amaxes of all shards, if this is the first of them; or None.
         agreed: Recipe that all ranks were found to have.
         reduced: Key of the shard's contents (``written``) when ``amaxes`` were reduced.
-        seen: State that the last gather depended on, see ``note``; None if unknown.
+        seen: State that the last gather depended on, see ``check_writes``; None if unknown.
         replayed: Whether a CUDA graph writes the weight, or its scales, uncounted.
         gathers: Each kind of gather of the weight's group, by the requested faces; shared by the group.
-        turn: The local shard and the first hook's result as the group prepared them; the result is None if the hook has
-            work to do. None if nothing is prepared.
+        prepared: The local shard and the first hook's result as the group prepared them; the result is None if the
+            hook has work to do. None if nothing is prepared.
     """
 
     def __init__(self, sharded: Sharded) -> None:
@@ -66,7 +66,7 @@ class Shard:
         self.seen: tuple[object, ...] | None = None
         self.replayed = False
         self.gathers: dict[tuple[bool, bool], Gather] = {}
-        self.turn: tuple[Weight, Answer | None] | None = None
+        self.prepared: tuple[Weight, HookResult | None] | None = None
         self._expected: bool | None = None
         self._recomputed = self._traced = False
         self._made_for: tuple[Plan, torch.dtype] | None = None
@@ -104,7 +104,7 @@ class Shard:
 
     # -- before the gather
 
-    def note(self, part: Weight, *, adopts: bool) -> bool:
+    def check_writes(self, part: Weight, *, adopts: bool) -> bool:
         """Return whether the local shard was, or may have been, written since the last gather; agree on it with
         other ranks."""
         record, config = part.record, part.config
@@ -242,7 +242,7 @@ class Shard:
         if sent.bundle is not None:
             # Two of a bundle have something to do: the one that sends the bytes of all, and the
             # last one, at which all have arrived.
-            if sent.acts:
+            if sent.has_work:
                 sent.bundle.receive(sent.place, outputs)
             return out, needed
         with uncounted_writes(needed):

@@ -207,7 +207,7 @@ class Sharded(NamedTuple):
         # stay.
         self.param._unsharded_inner_tensors = tensors
 
-    def let_go(self) -> None:
+    def reshard(self) -> None:
         """Reshard if no gather is pending: the next use gathers again."""
         # What ``FSDPModule.reshard`` does, for one group; in the middle of a forward or backward it
         # would free memory that a layer reads
@@ -216,7 +216,7 @@ class Sharded(NamedTuple):
 
     def gather_again(self) -> None:
         """Gather the group in the middle of a backward, with the faces needed."""
-        # FSDP2 gathers only what is sharded, and ``wants`` answers both faces in the state IDLE. A
+        # FSDP2 gathers only what is sharded, and ``wants`` returns both faces in the state IDLE. A
         # torch whose ``unshard`` checks for a running backward would raise here, on activation
         # checkpointing.
         self.group._to_sharded()
