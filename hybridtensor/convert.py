@@ -54,7 +54,7 @@ from hybridtensor.selection import (
 )
 from hybridtensor.state import LayerState
 from hybridtensor.state.contract import ADVICE, groups_of
-from hybridtensor.state.watch import watch
+from hybridtensor.state.missing_step import detect_missing_step
 from hybridtensor.state_dicts import give_plain_values_, keep_recipe_
 from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
 from hybridtensor.subclasses.common_scale import CommonScale
@@ -153,7 +153,7 @@ def _carry_out(
             _convert_all(plan, persistent, scales, undo, forget_common_scales(plan))
             _finish(model, plan, root)
         intercept_others()
-        watch(model)
+        detect_missing_step(model)
         bucket_weights(model)
         _tell_what_is_left(model)
 
@@ -276,7 +276,7 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
                 if isinstance(part_of(step[0].weight), HybridTensor) == persistent
             ]
             _convert_all(of_kind, persistent, common_scales_of(of_kind), undo)
-    watch(model)
+    detect_missing_step(model)
     bucket_weights(model)
     return model
 
@@ -395,6 +395,6 @@ def _torchao_handler(
     check_sizes(told, config)
     with all_or_nothing(module, [layer]) as undo:
         _convert(layer, config, persistent, undo)
-    watch(module)
+    detect_missing_step(module)
     bucket_weights(module)
     return module

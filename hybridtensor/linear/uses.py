@@ -14,7 +14,7 @@ from hybridtensor.dtensor import local
 from hybridtensor.linear.operands import WEIGHTS
 from hybridtensor.ops import Face
 from hybridtensor.state import LayerState
-from hybridtensor.state.training import of_every_model
+from hybridtensor.state.training import callbacks_of_every_model
 from hybridtensor.subclasses.observing import observers, unmultiplied
 
 _ADVICE = (
@@ -59,7 +59,7 @@ class Uses:
 
 def _warn_of_unmultiplied(model: nn.Module, optimizer: Optimizer) -> None:
     """Warn of layers whose weight others read and no product multiplied, once per layer; see
-    ``state.training.Follower``."""
+    ``state.training.Callback``."""
     if not unmultiplied:
         return
     weights = (local(parameter) for parameter in model.parameters())
@@ -78,4 +78,4 @@ def _warn_of_unmultiplied(model: nn.Module, optimizer: Optimizer) -> None:
             )
 
 
-of_every_model.append(_warn_of_unmultiplied)
+callbacks_of_every_model.append(_warn_of_unmultiplied)

@@ -86,11 +86,11 @@ def reduced(training: Training, amaxes: Tensor, group: Group) -> Tensor:
     else:
         work = dist.all_reduce(sent, dist.ReduceOp.MAX, group=group, async_op=True)
         _wait(work, training.steps, size)
-    largest, places = sent[: len(amaxes)], sent[len(amaxes) :].view(2, size)
+    largest, step_counts = sent[: len(amaxes)], sent[len(amaxes) :].view(2, size)
     if sent.is_cuda:
-        _look_later(training, places)
+        _compare_later(training, step_counts)
     else:
-        _require_same_place(places)
+        _require_same_steps(step_counts)
     return largest
 
 
@@ -106,21 +106,21 @@ def _wait(work: dist.Work, steps: int, size: int) -> None:
         ) from error
 
 
-def _look_later(training: Training, places: Tensor) -> None:
+def _compare_later(training: Training, step_counts: Tensor) -> None:
     """Schedule the comparison for a later step, so that the host does not synchronize."""
-    before = training.places
+    before = training.step_counts
     if before is not None and before[1].query():
-        _require_same_place(before[0])
-    on_host = torch.empty(places.shape, pin_memory=True)
-    on_host.copy_(places, non_blocking=True)
+        _require_same_steps(before[0])
+    on_host = torch.empty(step_counts.shape, pin_memory=True)
+    on_host.copy_(step_counts, non_blocking=True)
     event = torch.cuda.Event()
     event.record()
-    training.places = on_host, event
+    training.step_counts = on_host, event
 
 
-def _require_same_place(places: Tensor) -> None:
+def _require_same_steps(step_counts: Tensor) -> None:
     """Raise RuntimeError unless all ranks took equally many steps."""
-    for numbers, what in zip(places.tolist(), ("step_", "step of the optimizer"), strict=True):
+    for numbers, what in zip(step_counts.tolist(), ("step_", "step of the optimizer"), strict=True):
         if len(set(numbers)) > 1:
             told = ", ".join(
                 f"rank {rank} is at {what} {int(n) + 1}" for rank, n in enumerate(numbers[:8])

@@ -146,7 +146,7 @@ class LayerState(StateModule):
             return None
         if not self.recording or is_dry_run():
             return nowhere(record.address.device)
-        self.follow(None)  # a graph records what nobody sees
+        self.set_lineage(None)  # a graph records what nobody sees
         return record.address
 
     @property
@@ -160,7 +160,7 @@ class LayerState(StateModule):
         inputs: object = lineage.inputs_of(buffers["encode_scale"], buffers["amax_history"])
         return inputs
 
-    def follow(self, inputs: object | None) -> None:
+    def set_lineage(self, inputs: object | None) -> None:
         """Set the lineage of the input's delayed scales; None if unknown."""
         buffers = self._buffers
         made = Lineage.of(inputs, buffers["encode_scale"], buffers["amax_history"])
@@ -280,7 +280,7 @@ class LayerState(StateModule):
         self.amax_history = torch.zeros(count, length, dtype=fp32, device=device)
         self._record = AmaxRecord(count, self.encode_scale.device)
         self.layout = torch.tensor([self._layout()], device=device)
-        self.follow(NOTHING)
+        self.set_lineage(NOTHING)
 
     def _layout(self) -> int:
         """Return a 64-bit hash of slots and rules."""
@@ -299,7 +299,7 @@ class LayerState(StateModule):
             tensor.fill_(value)
         self.version += 1
         self._left = None
-        self.follow(NOTHING)
+        self.set_lineage(NOTHING)
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerState:
         """Copy everything but the ranks, which are shared, and the hints."""
@@ -311,7 +311,7 @@ class LayerState(StateModule):
             copy.deepcopy(own, memo), ranks=self.ranks, hints={}, _lineage=Lineage()
         )
         new._take_record(self.amax)
-        new.follow(self.lineage)
+        new.set_lineage(self.lineage)
         return new
 
     def _take_record(self, amax: Tensor | None, device: torch.device | None = None) -> None:
@@ -347,7 +347,7 @@ class LayerState(StateModule):
         super().__setstate__(own)  # type: ignore[no-untyped-call]
         self._lineage = Lineage()
         self._take_record(amax)
-        self.follow(digest(self.slots, self.encode_scale, self.amax_history))
+        self.set_lineage(digest(self.slots, self.encode_scale, self.amax_history))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Load the buffers; without any in the checkpoint (a plain model's) the state is reset."""
@@ -359,7 +359,7 @@ class LayerState(StateModule):
         elif self._fits(state_dict.get(f"{prefix}layout"), prefix, errors):
             super()._load_from_state_dict(state_dict, prefix, *args)
             self._to_fp32()
-            self.follow(digest(self.slots, self.encode_scale, self.amax_history))
+            self.set_lineage(digest(self.slots, self.encode_scale, self.amax_history))
         self.version += 1
 
     def _fits(self, layout: Tensor | None, prefix: str, errors: list[str]) -> bool:

@@ -189,7 +189,7 @@ def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRa
             require_finite(model, of_device, amaxes)
         update_scales(of_device, amaxes if groups else None)
         for state in of_device:
-            state.follow(lineages[state])
+            state.set_lineage(lineages[state])
         if compares:
             part_siblings(training_of(model).siblings, of_device, of_siblings)
 

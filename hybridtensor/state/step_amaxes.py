@@ -101,4 +101,4 @@ def part_siblings(pending: Pending, states: list[LayerState], largest: Tensor) -
         of_states, differ, _ = pending.pop(0)
         for state, alone in zip(of_states, differ.tolist(), strict=True):
             if alone and state.lineage is not None:
-                state.follow(object())
+                state.set_lineage(object())

@@ -1,4 +1,4 @@
-"""The training of one model as an object: its step counts, and their subscribers.
+"""The training of one model as an object: its step counts, and the callbacks of its steps.
 
 A step of the optimizers ends when each that holds parameters of the model has stepped. ``step_`` advances the state of
 quantizers. Whoever depends on either subscribes here: nothing else counts steps.
@@ -18,24 +18,30 @@ from torch.utils.hooks import RemovableHandle
 from hybridtensor.ops.library import is_traced
 from hybridtensor.state.layer import LayerState
 
-Follower = Callable[[nn.Module, Optimizer], None]
-"""Is called when an optimizer ended a step of a model."""
-of_every_model: list[Follower] = []
-"""Followers of each model whose training begins."""
+Callback = Callable[[nn.Module, Optimizer], None]
+"""Called when an optimizer ended a step of a model."""
+callbacks_of_every_model: list[Callback] = []
+"""Callbacks of each model whose training begins."""
 Group = dist.ProcessGroup | None
 Pending = list[tuple[Sequence[LayerState], Tensor, Callable[[], bool]]]
 """Flags of layers on their way to the host, the oldest first: each with whether they have arrived."""
 
 
 class Training:
-    """The training of one model on this rank: its steps, callbacks, and pending comparisons between ranks."""
+    """The training of one model on this rank: its steps, callbacks, and pending comparisons between ranks.
+
+    Attributes:
+        steps: Calls of ``step_``.
+        ended: Steps of the model's optimizers.
+        callbacks: Called after each of the latter.
+    """
 
     def __init__(self) -> None:
         self.steps = self.ended = 0
-        self.followers = list(of_every_model)
+        self.callbacks = list(callbacks_of_every_model)
         self.is_compared = False
         self.scales: dict[Group, list[tuple[str, int]]] = {}
-        self.places: tuple[Tensor, torch.cuda.Event] | None = None
+        self.step_counts: tuple[Tensor, torch.cuda.Event] | None = None
         self.finite: Pending = []
         self.siblings: Pending = []
         self._taken: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -43,7 +49,7 @@ class Training:
             weakref.WeakKeyDictionary()
         )
 
-    def is_by(self, optimizer: Optimizer, model: nn.Module) -> bool:
+    def has_optimizer(self, optimizer: Optimizer, model: nn.Module) -> bool:
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._holds.get(optimizer)
         # The number tells of ``add_param_group``. Looking through all parameters takes longer, in every step.
@@ -101,10 +107,14 @@ def layer_states(model: nn.Module) -> list[LayerState]:
 
 
 def _after_optimizer(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Call the followers of the models whose parameters an optimizer has stepped; compiled steps are not counted."""
+    """Call the callbacks of the models whose parameters an optimizer has stepped; compiled steps are not counted."""
     if is_traced():
         return
     for model, training in list(_trainings.items()):
-        if training.followers and training.is_by(optimizer, model) and training.count(optimizer):
-            for follower in list(training.followers):
-                follower(model, optimizer)
+        if (
+            training.callbacks
+            and training.has_optimizer(optimizer, model)
+            and training.count(optimizer)
+        ):
+            for callback in list(training.callbacks):
+                callback(model, optimizer)

@@ -135,9 +135,9 @@ class watch(Printed):  # noqa: N801  (used as a function)
         layers = [] if sampler is None else list(sampler.layers.values())
         self._ranks = agree((self.every, self.rows, self.steps), layers, error)
         self._sampler = sampler
-        followers = training_of(self.model).followers
-        followers.append(self._after_optimizer)
-        self._hooks.callback(followers.remove, self._after_optimizer)
+        callbacks = training_of(self.model).callbacks
+        callbacks.append(self._after_optimizer)
+        self._hooks.callback(callbacks.remove, self._after_optimizer)
         self._arm()
         return self
 

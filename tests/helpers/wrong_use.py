@@ -52,7 +52,7 @@ METHODS_OF_OTHERS = {
         "named_modules",
         "count_step",
         "faces_in_eager_code",
-        "follow",
+        "set_lineage",
         "note_backward",
         "delayed_rules",
         "draws",

@@ -1,4 +1,4 @@
-"""Notice that state is not advanced: an optimizer steps a model's parameters, and nobody calls ``step_``."""
+"""Detect that ``step_`` is never called although an optimizer steps a model whose recipes have state."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hybridtensor.state.training import layer_states, training_of
 _FORGIVEN_STEPS = 2  # loading, trying out, sharpness-aware steps
 
 
-class _Advance:
-    """Optimizer-step callback that raises if ``step_`` was forgotten."""
+class _MissingStep:
+    """Callback of optimizer steps that raises if ``step_`` is missing."""
 
     def __init__(self, model: nn.Module) -> None:
         self._states = layer_states(model)
@@ -31,7 +31,7 @@ class _Advance:
         if self._steps <= _FORGIVEN_STEPS or not self._states:
             return
         if layer_states(model) != self._states:  # converted part by part, or made plain
-            watch(model)
+            detect_missing_step(model)
             return
         raise RuntimeError(
             f"step_: the recipes of {type(model).__name__} keep state, which must advance with the "
@@ -41,9 +41,9 @@ class _Advance:
         )
 
 
-def watch(model: nn.Module) -> None:
+def detect_missing_step(model: nn.Module) -> None:
     """Make optimizers that step ``model`` raise if ``step_`` is never called."""
     training = training_of(model)
     training.is_compared = False
-    others = [one for one in training.followers if not isinstance(one, _Advance)]
-    training.followers[:] = [_Advance(model), *others]  # first: it compares ranks
+    others = [one for one in training.callbacks if not isinstance(one, _MissingStep)]
+    training.callbacks[:] = [_MissingStep(model), *others]  # first: it compares ranks
