@@ -16,7 +16,7 @@ from hybridtensor.linear.readers import Into, Readers, modules_of, readers_of
 from hybridtensor.ops import norm
 from hybridtensor.ops.autograd import Ctx, Function
 from hybridtensor.ops.library import is_traced, left_whole
-from hybridtensor.ops.order import make_again
+from hybridtensor.ops.order import prefer_recompute
 from hybridtensor.ops.prologue import Gated, Normed
 from hybridtensor.ops.swiglu import swiglu as forward_op
 from hybridtensor.ops.swiglu import swiglu_backward as backward_op
@@ -74,7 +74,7 @@ def swiglu(gate: Tensor, up: Tensor, *, into: Into = ()) -> Tensor:
 @left_whole
 def _operations(gate: Tensor, up: Tensor) -> Tensor:
     y = F.silu(gate) * up
-    make_again(y)
+    prefer_recompute(y)
     return y
 
 

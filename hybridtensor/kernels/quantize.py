@@ -4,7 +4,7 @@ Legend: a tile is ``[BM, BK]`` of the matrix ``[M, K]``, held as ``[R, BM / R, B
 so that each thread has ``R`` neighbouring rows, whose columnwise elements it reduces and packs on its own. The rowwise
 face is cast from the tile as it is, the columnwise one from its transpose, by one function: there a tile is ``[P, Q]``
 of a face ``[OTHER, ALONG]``, at a ``place``. With ``HELD`` the columnwise one is cast from what the rowwise one holds,
-as ``kernels.dequantize`` would return it, which never leaves the registers. ``groups`` says what is handed on together.
+as ``kernels.dequantize`` would return it, which never leaves the registers. ``groups`` has the named arguments.
 """
 
 import triton

@@ -216,7 +216,7 @@ def _forward(
 
 
 class _Ctx(Ctx):
-    """What forward hands on to backward."""
+    """What forward passes to backward."""
 
     products: Backward
     has_groups: bool

@@ -2,13 +2,13 @@
 
 | class | from |
 |---|---|
-| ``Operand`` | faces that are there: cast now, shared, or brought along |
+| ``Operand`` | faces that exist after forward: cast now, shared, or those of an input that was quantized before |
 | ``KeptInput`` | an input in high precision that is kept; backward makes its columnwise face |
 | ``ShardedInput`` | an input whose tokens are on several ranks; backward gathers the columnwise face |
 
-An input is kept where the recipe says so, and where backward has it anyway: what attention returned, and in a
-graph of ``torch.compile`` also what a norm or an activation returned, which a compiler recomputes from
-what their own backward needs.
+An input is kept if the recipe says so, or if backward has it anyway: what attention returned, and in a graph of
+``torch.compile`` also what a norm or an activation returned, which a compiler recomputes from what their own backward
+needs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hybridtensor.linear.operands import (
     Operand,
     Weight,
     as_matrix,
-    required_face,
+    required_columnwise,
 )
 from hybridtensor.linear.sharing import Reading, reading
 from hybridtensor.ops import Face, after
 from hybridtensor.ops.amaxes import AmaxRecord, Notes
 from hybridtensor.ops.library import is_traced
-from hybridtensor.ops.order import can_make_again, is_in_region, make_again
+from hybridtensor.ops.order import can_recompute, is_in_region, prefer_recompute
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from hybridtensor.quantizers.plans import measured_in_backward
 from hybridtensor.recipes.config import HybridConfig
@@ -53,7 +53,7 @@ class KeptInput(Operand):
         kept = ht.linear.input_operand(x, x, weight, config, needs, context)
     """
 
-    __slots__ = ("_after", "_again", "_config", "_context", "_dtype", "_sharing", "_x")
+    __slots__ = ("_after", "_config", "_context", "_dtype", "_recomputed", "_sharing", "_x")
 
     def __init__(
         self,
@@ -63,22 +63,22 @@ class KeptInput(Operand):
         dtype: torch.dtype,
         context: Context,
         sharing: SharedFace,
-        again: bool,
+        recomputed: bool,
         noted: Tensor | Notes | None,
     ) -> None:
         super().__init__(row, None, noted)
         self._x: Tensor | None = x
         self._after: Tensor | None = None
         self._config, self._dtype, self._context = config, dtype, context
-        self._sharing, self._again = sharing, again
+        self._sharing, self._recomputed = sharing, recomputed
 
     def save(self) -> list[Tensor]:
         x, self._x, self._row = self._x, None, None
         if x is None:
             return []
         self._sharing.readers += 1
-        if self._again:
-            make_again(x)
+        if self._recomputed:
+            prefer_recompute(x)
         return [x]
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
@@ -96,7 +96,7 @@ class KeptInput(Operand):
         column = self._config.input.faces(
             x, rowwise=False, columnwise=True, dtype=self._dtype, context=context
         )[1]
-        return required_face(column, "columnwise", "grad_weight")
+        return required_columnwise(column, "grad_weight")
 
 
 class ShardedInput(Operand):
@@ -151,7 +151,7 @@ class ShardedInput(Operand):
             dtype=self._dtype,
             context=self._context._replace(direct=False).in_backward(),
         )[1]
-        return required_face(column, "columnwise", "grad_weight")
+        return required_columnwise(column, "grad_weight")
 
 
 def input_operand(
@@ -170,7 +170,7 @@ def input_operand(
         left = ht.linear.input_operand(x, x, weight, weight.config, needs, context)
     """
     if isinstance(input, QUANTIZED):
-        return brought_along(input, needs, input.dtype, config, context)
+        return quantized_operand(input, needs, input.dtype, config, context)
     dtype = input.dtype
     # What another operation saves anyway costs no memory. Faces of all inputs are 1.2 GiB in six compiled blocks of
     # 8192 tokens.
@@ -239,7 +239,7 @@ def _backward_has(input: Tensor, x: Tensor, config: HybridConfig, context: Conte
     if not _can_be_kept(config.input, state_holds=traced):
         return False
     if traced:
-        return not is_in_region(x) if of_attention else _keeps_inputs(node) and can_make_again(x)
+        return not is_in_region(x) if of_attention else _keeps_inputs(node) and can_recompute(x)
     return not _saved_tensors_hooks(False)
 
 
@@ -289,7 +289,7 @@ _KEEP_INPUTS = _nodes(
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-def brought_along(
+def quantized_operand(
     input: Tensor, needs: Needs, dtype: torch.dtype, config: HybridConfig, context: Context
 ) -> Operand:
     """Return the operand of an already quantized tensor; raise ValueError if a needed face is absent."""

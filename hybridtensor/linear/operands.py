@@ -7,8 +7,8 @@ and gives its columnwise face back from them::
     operand.save()  # forward: plain tensors, a list that never depends on the phase
     operand.columnwise(saved)  # backward
 
-``Operand`` is one whose faces are there: cast now, cached, shared, brought along or handed in by another
-function. Others make one later: ``input_operands``, ``weight_operands``.
+``Operand`` is one whose faces exist after forward: cast now, cached, shared, or those of an input that was quantized
+before. Its subclasses make the columnwise face in backward: ``input_operands``, ``weight_operands``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hybridtensor.subclasses.faces import columnwise_face, rowwise_face
 
 Weight = MasterWeight | HybridTensor
 WEIGHTS = (MasterWeight, HybridTensor)
-QUANTIZED = (HybridTensor, QuantizedTensor, IdentityTensor)  # inputs that bring their faces along
+QUANTIZED = (HybridTensor, QuantizedTensor, IdentityTensor)  # inputs that have faces already
 
 
 def is_transposed(weight: Weight) -> bool:
@@ -86,14 +86,14 @@ class Operand:
         return column.tensors()
 
     def noted(self) -> Tensor | Notes | None:
-        """Return where the faces' amaxes were recorded, or None where the forward records them itself."""
+        """Return the tensor that has the faces' amaxes, or None if they are in that of this forward."""
         return self._noted
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
         """Start asynchronous work that ``columnwise`` waits for, once the gradient exists."""
 
     def release(self, *, used: bool) -> None:
-        """Release caches at the end of a backward; ``used`` is whether this backward computed the weight's gradient."""
+        """Release cached faces in backward; ``used`` is False if the second part of a backward will need them."""
 
     def columnwise(self, saved: list[Tensor]) -> Face:
         """Return the columnwise face from the saved tensors; raise ValueError if there was none."""
@@ -114,10 +114,10 @@ def faces_of(tensor: HybridTensor, *, rowwise: bool, columnwise: bool, dtype: to
     return row, column
 
 
-def required_face(face: Face | None, direction: str, gemm: str) -> Face:
-    """Return a face that a product needs; raise ValueError if it is None."""
+def required_columnwise(face: Face | None, gemm: str) -> Face:
+    """Return the columnwise face that a product needs; raise ValueError if it is None."""
     if face is None:
-        raise ValueError(f"{gemm}: the quantizer made no {direction} face")
+        raise ValueError(f"{gemm}: the quantizer made no columnwise face")
     return face
 
 

@@ -1,4 +1,4 @@
-"""The three products of a linear layer, given operands. The only file that knows that there are three.
+"""The three products of a linear layer, given operands.
 
 | product       | left operand                 | right operand          |
 |---------------|------------------------------|------------------------|
@@ -122,11 +122,11 @@ class Backward(NamedTuple):
             saved: What ``save`` returned.
             noted: What ``noted`` returned in forward.
             asked: Which of the needed gradients this backward computes, all by default; another one computes the rest.
-            direct: Whether ``runs_directly`` was asked of the gradient, and said yes.
+            direct: Whether no mode or tracer observes operators on the gradient; see ``runs_directly``.
         """
         needs, count, dtype = self.needs if asked is None else asked, self.num_saved, grad.dtype
         fast = self.config.fast_accum  # else in fp32: long sums of one sign lost up to 29 %
-        done = self._commit(noted, grad)
+        done = self._note_backward(noted, grad)
         if needs.weight:
             # Gathered while the gradient is cast and multiplied
             self.input.begin(saved[:count], grad)
@@ -165,10 +165,10 @@ class Backward(NamedTuple):
         # A pass of its own. Summed in the cast it would be 2.7 % faster at most, and its bits would depend on the
         # recipe.
         grad_bias = grad.sum(dim=0) if needs.bias else None
-        return self._recorded(Gradients(grad_input, grad_weight, grad_bias), done)
+        return self._committed(Gradients(grad_input, grad_weight, grad_bias), done)
 
-    def _recorded(self, gradients: Gradients, done: Tensor | None) -> Gradients:
-        """Record the amaxes of forward and backward; in a graph the gradients depend on ``done``, so that this is
+    def _committed(self, gradients: Gradients, done: Tensor | None) -> Gradients:
+        """Commit the amaxes of forward and backward; in a graph the gradients depend on ``done``, so that the commit is
         not dropped."""
         if self.context.state is not None:
             self.context.state.commit(self.weight.noted(), self.input.noted())
@@ -179,9 +179,9 @@ class Backward(NamedTuple):
             *(after(g, done) if i == last and g is not None else g for i, g in enumerate(gradients))
         )
 
-    def _commit(self, noted: Sequence[Tensor], grad: Tensor) -> Tensor | None:
-        """Record the amaxes of forward when its backward runs; in a graph return a tensor that later results must
-        depend on."""
+    def _note_backward(self, noted: Sequence[Tensor], grad: Tensor) -> Tensor | None:
+        """Record that backward runs; in a graph commit the amaxes of forward, and return a tensor that later results
+        must depend on."""
         state = self.context.state
         if state is None or not state.slots:
             return None

@@ -3,9 +3,9 @@
 | class | from |
 |---|---|
 | ``Operand`` | a persistent weight, whose faces are the parameter |
-| ``MasterOperand`` | a weight in high precision, which keeps its faces, or makes them when they are needed |
-| ``TracedMaster`` | the same in a graph, where each face is made where it is used |
-| ``RequantizedWeight`` | a persistent weight whose columnwise face is made of its rowwise one under signs of the step |
+| ``MasterOperand`` | a weight in high precision in eager code, whose faces are cached or quantized when needed |
+| ``TracedMaster`` | the same in a graph: forward and backward each quantize one face |
+| ``RequantizedWeight`` | a persistent weight whose columnwise face backward requantizes with random signs |
 | ``GatheredWeight`` | a weight whose columnwise face FSDP2 gathers again for backward |
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybridtensor.linear.operands import Needs, Operand, Weight, required_face
+from hybridtensor.linear.operands import Needs, Operand, Weight, required_columnwise
 from hybridtensor.linear.weight_buckets import add_columns_of_bucket, refresh_bucket
 from hybridtensor.ops import Face
 from hybridtensor.ops.amaxes import AmaxRecord
@@ -113,7 +113,7 @@ class MasterOperand(Operand):
             column = weight.quantized(
                 False, True, self._dtype, config=self._config, context=self._context
             )[1]
-        return required_face(column, "columnwise", "grad_input")
+        return required_columnwise(column, "grad_input")
 
     def _unchanged(self, weight: MasterWeight, same_recipe: bool) -> Seen:
         """Return the weight's write counts; raise RuntimeError if it, or a scale of the same recipe, was written
@@ -180,7 +180,7 @@ class TracedMaster(Operand):
                 after=self._after,
                 context=self._context.in_backward(),
             )
-        return required_face(column, "columnwise", "grad_input")
+        return required_columnwise(column, "grad_input")
 
 
 class GatheredWeight(Operand):
@@ -201,11 +201,11 @@ class GatheredWeight(Operand):
 
     def columnwise(self, saved: list[Tensor]) -> Face:
         column = self._weight.faces(rowwise=False, columnwise=True, dtype=self._dtype)[1]
-        return required_face(column, "columnwise", "grad_input")
+        return required_columnwise(column, "grad_input")
 
 
 class RequantizedWeight(Operand):
-    """A persistent weight whose columnwise face backward makes of the rowwise one, under the signs of its step."""
+    """A persistent weight whose columnwise face backward requantizes from the rowwise one, with random signs (EDEN)."""
 
     __slots__ = ("_after", "_context", "_dtype", "_quantizer")
 
@@ -227,7 +227,7 @@ class RequantizedWeight(Operand):
     def columnwise(self, saved: list[Tensor]) -> Face:
         row, context = super().columnwise(saved), self._context._replace(after=self._after)
         column = self._quantizer.of_rowwise(row, self._dtype, context)
-        return required_face(column, "columnwise", "grad_input")
+        return required_columnwise(column, "grad_input")
 
 
 def weight_operand(

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 if TYPE_CHECKING:
 
     class Ctx(FunctionCtx):
-        """What autograd passes to a function's forward and backward; a subclass adds what they hand on."""
+        """What autograd passes to forward and backward; a subclass adds what forward passes to backward."""
 
         saved_tensors: tuple[Tensor, ...]
         needs_input_grad: tuple[bool, ...]

@@ -33,20 +33,22 @@ def after(x: Tensor, other: Tensor) -> Tensor:
     return copied.view(x.dtype)
 
 
-def can_make_again(x: Tensor) -> bool:
-    """Return whether ``make_again`` has an effect: tracing, outside of checkpointed regions, of one cheap operation
-    without buffers."""
+def can_recompute(x: Tensor) -> bool:
+    """Return whether ``prefer_recompute`` has an effect: while tracing, outside of checkpointed regions, for one cheap
+    operation without buffers."""
     # A checkpointed region is recomputed as its policy says. A buffer may be written in the graph: what reads it would
     # be recomputed from the new contents.
     node = _producer(x)
     return node is not None and _is_cheap(node) and not is_in_region(x) and not _reads_state(node)
 
 
-def make_again(x: Tensor) -> None:
+def prefer_recompute(x: Tensor) -> None:
     """Mark ``x`` for recomputation in backward; a compiler otherwise saves what an opaque operator reads."""
     node = _producer(x)
-    if node is not None and can_make_again(x):
-        node.meta.setdefault("recompute", _AGAIN)  # as a checkpointed region marks its own
+    if node is not None and can_recompute(x):
+        node.meta.setdefault(
+            "recompute", CheckpointPolicy.PREFER_RECOMPUTE
+        )  # as checkpointed regions
 
 
 def is_in_region(x: Tensor) -> bool:
@@ -72,7 +74,6 @@ def node_of(x: Tensor) -> fx.Node | None:
     return found
 
 
-_AGAIN = CheckpointPolicy.PREFER_RECOMPUTE
 _ATEN = torch.ops.aten
 _VIEWS = (  # that the compiler puts others in place of, after it has traced
     _ATEN.transpose.int,
@@ -85,10 +86,10 @@ _VIEWS = (  # that the compiler puts others in place of, after it has traced
 
 def _is_cheap(node: fx.Node) -> bool:
     """Return whether a compiler recomputes an operation; not possible for one of several results."""
-    return node.target is not operator.getitem and _is_done_again(node)
+    return node.target is not operator.getitem and _is_recomputable(node)
 
 
-def _is_done_again(node: fx.Node) -> bool:
+def _is_recomputable(node: fx.Node) -> bool:
     return bool(_operations().is_recomputable(node)) or _is_view(node)
 
 
@@ -112,7 +113,7 @@ def _reads_state(node: fx.Node) -> bool:
             told = at.meta.get("tensor_meta")
             if told is not None and told.dtype.is_floating_point and not told.requires_grad:
                 return True
-        if at.op == "call_function" and _is_done_again(at) and not _is_residual(at):
+        if at.op == "call_function" and _is_recomputable(at) and not _is_residual(at):
             before = set(at.all_input_nodes) - seen
             seen |= before
             left += before

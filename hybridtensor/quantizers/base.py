@@ -51,14 +51,15 @@ class Quantizer(ABC):
     """Whether elements are rounded at random."""
 
     draws_from_rowwise: ClassVar[bool] = False
-    """Whether the columnwise face is made of the rowwise one under signs of the step: weights keep the latter alone."""
+    """Whether each step requantizes the columnwise face from the rowwise one with new random signs (EDEN); persistent
+    weights then store the rowwise one alone."""
 
     rule: ClassVar[str] = ""
     """Which block scale is chosen, where formats leave a choice; see ``Cast``."""
 
     @functools.cached_property
     def plans(self) -> Plans:
-        """The casts that were decided, no fields: what equal quantizers have need not be one."""
+        """A cache of cast plans; no field, since equal quantizers may have cached other plans."""
         return {}
 
     quantize: ClassVar[Callable[..., object]]

@@ -98,7 +98,7 @@ class HybridQuantizer(CastQuantizer):
 
     @property
     def draws_from_rowwise(self) -> bool:  # type: ignore[override]
-        """Whether the columnwise face is made of the rowwise one under signs of the step."""
+        """Whether each step requantizes the columnwise face from the rowwise one with new random signs (EDEN)."""
         of_rowwise = self.columnwise_source == "rowwise_dequantized"
         return of_rowwise and self.columnwise_format.drawn_signs
 

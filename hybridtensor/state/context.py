@@ -39,9 +39,9 @@ class Context(NamedTuple):
         amaxes: Largest magnitudes that the rowwise and the columnwise face are scaled by, where the
             tensor is a part of one whose scales it gets; see ``ops.quantize``.
         after: What a graph computes before it quantizes this; see ``ops.order``.
-        values: Whether the rowwise and the columnwise face are multiplied at once and nothing else reads them, so
-            that they may be values where the device has no such elements; see ``Format.values``.
-        direct: Whether a layer asked ``runs_directly`` of the tensor, and it said yes.
+        values: Whether the rowwise and the columnwise face are read by one product only, so that they may hold
+            dequantized values if the device cannot multiply the format; see ``Format.values``.
+        direct: Whether no mode or tracer observes operators on the tensor: ``runs_directly``, asked once by the layer.
     """
 
     role: str = "input"
