@@ -167,12 +167,3 @@ def require_float(who: str, x: object, *, rank: int | None = None) -> None:
             f"{who}: bfloat16, float16 or float32 is required, got {x.dtype}; cast the tensor first"
         )
     require_tensor(who, x, rank=rank)
-
-
-def require_device(who: str, x: Tensor, **others: Tensor | None) -> None:
-    """Raise ValueError unless all tensors are on the device of ``x``."""
-    for name, tensor in others.items():
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(
-                f"{who}: {name} on {x.device} is required, as the tensor, got {tensor.device}; move it"
-            )

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtensor.arguments import require_device
 from hybridtensor.ops.kernel_library import Launch, on_device
 from hybridtensor.ops.library import define, implement, runs_directly
 from hybridtensor.ops.references.nvfp4 import pack, unpack
@@ -219,4 +218,7 @@ def _check(parts: Tensor, bits: int, column: Tensor, row: Tensor | None) -> None
                 f"transpose: {name} contiguous of shape {shape} is required, got {tuple(tensor.shape)} "
                 f"with strides {tensor.stride()}; allocate it so"
             )
-    require_device("transpose", parts, column=column, row=row)
+        if tensor is not None and tensor.device != parts.device:
+            raise ValueError(
+                f"transpose: {name} on {parts.device} is required, as the tensor, got {tensor.device}; move it"
+            )

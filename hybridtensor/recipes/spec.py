@@ -55,7 +55,7 @@ Word = Callable[[str, str], Quantizer]
 
 
 def _nvfp4(role: str, gemm: str) -> Quantizer:
-    """Apply NVIDIA's recipe: 2-D weights, rotation in grad_weight, stochastically rounded gradients."""
+    """Return the quantizer of NVIDIA's recipe: 2-D weights, rotation in grad_weight, stochastic gradients."""
     return NVFP4Quantizer(
         two_d=role == "weight",
         hadamard=gemm == "grad_weight",
@@ -64,7 +64,7 @@ def _nvfp4(role: str, gemm: str) -> Quantizer:
 
 
 def _mxfp4(role: str, gemm: str) -> Quantizer:
-    """Rotate in grad_weight and round gradients stochastically, as for NVFP4."""
+    """Return a quantizer with rotation in grad_weight and stochastically rounded gradients, as of NVFP4."""
     return MXFP4Quantizer(
         hadamard=gemm == "grad_weight",
         rounding="stochastic" if role == "grad_output" else "nearest",

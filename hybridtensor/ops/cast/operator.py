@@ -60,14 +60,13 @@ def _fake(x: Tensor, request: str, *inputs: object) -> list[Tensor]:
     return [*faces_like(x, parse_request(request)), *noted]
 
 
-def faces_like(x: Tensor, request: CastRequest, notes: int = 0) -> list[Tensor]:
-    """Return empty tensors like the operator's results, including ``notes`` amaxes."""
+def faces_like(x: Tensor, request: CastRequest) -> list[Tensor]:
+    """Return empty tensors like those of the faces that are returned."""
     (rows, columns), (row, column, _source, _dtype) = x.shape, request
     layouts = () if row is None else face_layouts(row.format, rows, columns)
     if column is not None:
         layouts = (*layouts, *face_layouts(column.format, columns, rows))
-    noted = [x.new_empty(notes, dtype=torch.float32)] if notes else []
-    return [*(layout.empty(x.device) for layout in layouts), *noted]
+    return [layout.empty(x.device) for layout in layouts]
 
 
 # The schema is silent about the write to ``noted_amax``, which autograd and graphs need not know of: a maximum

@@ -45,7 +45,7 @@ def cast_saturating(x: Tensor, fmt: Format) -> Tensor:
 def quantize(
     x: Tensor, fmt: Format, pow2_scale: bool, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return elements ``[M, K]`` and scales ``[A, B]`` of ``x`` with current scaling; see ``ops.float8_quantize``.
+    """Return elements ``[M, K]`` and scales ``[A, B]`` of ``x`` with current scaling.
 
     Scales follow from ``amax``, ``[A, B]``, where it is known.
     """
@@ -62,7 +62,7 @@ def quantize(
 def cast(
     x: Tensor, fmt: Format, factors: Tensor, amaxes: Tensor | None, index: int
 ) -> tuple[Tensor, Tensor]:
-    """Return elements ``[M, K]`` and the scale ``[1, 1]`` of ``x`` with a given factor; see ``ops.float8_cast``."""
+    """Return elements ``[M, K]`` and the scale ``[1, 1]`` of ``x`` with a given factor, and record its amax."""
     factor = factors[index]
     record = record_at(amaxes)
     if record is not None:
