@@ -21,7 +21,7 @@ HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
 _LONGEST = 120  # characters of a value that an error shows
 
 
-def told(value: object) -> str:
+def described(value: object) -> str:
     """Describe a value in an error message, without the elements of a tensor."""
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype}"
@@ -33,7 +33,9 @@ def told(value: object) -> str:
 
 def wrong(who: str, required: str, value: object, advice: str = "") -> TypeError:
     """Return the error of a value of another kind than is required."""
-    return TypeError(f"{who}: {required} is required, got {told(value)}{advice and f'; {advice}'}")
+    return TypeError(
+        f"{who}: {required} is required, got {described(value)}{advice and f'; {advice}'}"
+    )
 
 
 def require_kind(
@@ -54,7 +56,7 @@ def require_flag(who: str, /, **flags: object) -> None:
     """Raise TypeError unless every flag is a bool, because a string such as "no" is truthy."""
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise TypeError(f"{who}: {name} is True or False, got {told(value)}")
+            raise TypeError(f"{who}: {name} is True or False, got {described(value)}")
 
 
 def require_int(who: str, /, *, at_least: int | None = None, **numbers: object) -> None:
@@ -86,7 +88,7 @@ def require_choice(who: str, what: str, word: object, known: Iterable[str]) -> N
     """Raise ValueError unless ``word`` is one of ``known``, with the nearest."""
     words = tuple(known)
     if not isinstance(word, str) or word not in words:
-        raise ValueError(f"{who}: unknown {what} {told(word)}; {nearest(str(word), words)}")
+        raise ValueError(f"{who}: unknown {what} {described(word)}; {nearest(str(word), words)}")
 
 
 def nearest(word: str, known: Iterable[object]) -> str:
@@ -136,7 +138,7 @@ def place(who: str, device: object) -> torch.device:
         return torch.device(device)
     except RuntimeError:
         raise ValueError(
-            f"{who}: a device is required, got {told(device)}; name one such as 'cpu' or 'cuda:0'"
+            f"{who}: a device is required, got {described(device)}; name one such as 'cpu' or 'cuda:0'"
         ) from None
 
 

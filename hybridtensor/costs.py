@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridtensor import ops
 from hybridtensor.arguments import (
+    described,
     nearest,
     place,
     require_choice,
@@ -22,7 +23,6 @@ from hybridtensor.arguments import (
     require_kind,
     require_number,
     require_text,
-    told,
 )
 from hybridtensor.formats import Format
 from hybridtensor.ops.native_mm import native_kind
@@ -247,8 +247,8 @@ def table(device: str) -> CostTable:
     """
     if not isinstance(device, str) or device not in TABLES:
         raise ValueError(
-            f"costs.table: unknown table of costs {told(device)}; {nearest(str(device), TABLES)}; on a machine with "
-            "that device costs.measure() makes its table, which is taken wherever a name is"
+            f"costs.table: unknown table of costs {described(device)}; {nearest(str(device), TABLES)}; on a machine "
+            "with that device costs.measure() makes its table, which is taken wherever a name is"
         )
     return TABLES[device]
 

@@ -26,7 +26,7 @@ from hybridtensor.linear.operands import (
     is_transposed,
 )
 from hybridtensor.linear.products import Backward, output
-from hybridtensor.linear.two_parts import asked_for
+from hybridtensor.linear.two_parts import requested_gradients
 from hybridtensor.linear.weight_operands import weight_operand
 from hybridtensor.ops import Groups
 from hybridtensor.ops.amaxes import Notes
@@ -94,10 +94,10 @@ def linear(
     if autocast and isinstance(input, Tensor) and input.is_floating_point():
         dtype = torch.get_autocast_dtype(device_type)
     _check(input, weight, bias, None if autocast else dtype)
-    return multiplied(input, weight, bias, dtype, operand=operand)
+    return quantized_linear(input, weight, bias, dtype, operand=operand)
 
 
-def multiplied(
+def quantized_linear(
     input: Tensor,
     weight: Weight,
     bias: Tensor | None,
@@ -260,7 +260,7 @@ class _Linear(Function):
         direct = runs_directly(grad)
         asked = products.needs
         if direct or not is_traced():
-            asked = asked_for(ctx, asked, lambda: _layer_of(products.context.state))
+            asked = requested_gradients(ctx, asked, lambda: _layer_of(products.context.state))
         with torch._C.DisableTorchFunctionSubclass():  # attributes of a weight would pass through
             gradients = products.gradients(grad, saved, noted, asked, direct)
         grad_input, grad_weight, grad_bias = gradients

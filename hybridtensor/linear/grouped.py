@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from hybridtensor.arguments import require_tensor
-from hybridtensor.linear.function import multiplied, require_plain_autograd
+from hybridtensor.linear.function import quantized_linear, require_plain_autograd
 from hybridtensor.linear.operands import Weight, is_transposed
 from hybridtensor.ops import Groups
 from hybridtensor.ops.library import autocasts
@@ -59,7 +59,7 @@ def grouped_linear(input: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     _check_layout(weight)
     _check_first(weight)
     groups = Groups(weight.shape[0], ends, step_of(weight.recipe), weight.record.first or 0)
-    return multiplied(input, weight, None, dtype, groups=groups)
+    return quantized_linear(input, weight, None, dtype, groups=groups)
 
 
 def step_of(config: HybridConfig) -> int:

@@ -166,7 +166,7 @@ class LayerForward:
             if self.inner is None and _is_linear(layer):
                 bias: Any = layer._parameters["bias"]
                 return sharded_linear(_input(*args, **kwargs), weight, bias)
-            with _OnParts():
+            with _ShardedLinearMode():
                 return self.run(layer, args, kwargs)
         return _with_recipe(self, layer, args, kwargs)
 
@@ -221,6 +221,7 @@ def _unbound() -> LayerForward:
 
 
 def _input(input: Tensor) -> Tensor:
+    """Return the one argument of ``nn.Linear.forward``, by position or name."""
     return input
 
 
@@ -242,7 +243,7 @@ def _require_cuttable(layer: nn.Module, state: LayerState) -> None:
         )
 
 
-class _OnParts(TorchFunctionMode):
+class _ShardedLinearMode(TorchFunctionMode):
     """Torch function mode that runs ``F.linear`` on the local tensors of DTensor weights."""
 
     def __torch_function__(
@@ -264,11 +265,11 @@ def _with_recipe(forward: LayerForward, layer: nn.Module, args: Args, kwargs: Kw
     with parametrize.cached():
         # computed now, by a parametrization, not while its products are watched
         weight: Any = layer.weight
-        with _AtWeight(layer, weight):
+        with _RecipeMode(layer, weight):
             return forward.run(layer, args, kwargs)
 
 
-class _AtWeight(TorchFunctionMode):
+class _RecipeMode(TorchFunctionMode):
     """Torch function mode that applies a layer's recipe in ``F.linear`` to the tensor at its weight."""
 
     def __init__(self, layer: nn.Module, weight: Tensor) -> None:
@@ -284,8 +285,8 @@ class _AtWeight(TorchFunctionMode):
             if operands["weight"] is self._weight:
                 return self._linear(**operands)
             self._refuse_weight([operands["weight"]])
-        elif func in _BY_RIGHT and self._is_transposed:
-            bias, x, right, others = _BY_RIGHT[func](*args, **(kwargs or {}))
+        elif func in _TRANSPOSED_PRODUCTS and self._is_transposed:
+            bias, x, right, others = _TRANSPOSED_PRODUCTS[func](*args, **(kwargs or {}))
             if right is self._weight and not others:
                 return self._linear(x, right, bias)
             self._refuse_weight([*args, *(kwargs or {}).values()])
@@ -295,7 +296,7 @@ class _AtWeight(TorchFunctionMode):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         recipe = self._layer.__dict__[_RECIPE]
-        made = _AsWeight.apply(weight, recipe.config)
+        made = _AsMasterWeight.apply(weight, recipe.config)
         made.record.layer = recipe.state
         return linear(input, made.t() if self._is_transposed else made, bias)
 
@@ -317,12 +318,12 @@ class _AtWeight(TorchFunctionMode):
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors overlap in memory; parameters may lie in one storage without overlapping."""
-    first, second = _reach(a), _reach(b)
+    first, second = _byte_range(a), _byte_range(b)
     same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
     return same and first.start < second.stop and second.start < first.stop
 
 
-def _reach(tensor: Tensor) -> range:
+def _byte_range(tensor: Tensor) -> range:
     """Return the byte range of its storage that a tensor covers."""
     first, size = tensor.storage_offset(), tensor.element_size()
     last = first + sum(
@@ -339,30 +340,30 @@ _PRODUCTS = (
 )  # fmt: skip
 
 
-_ByRight = tuple[Tensor | None, Tensor, Tensor, dict[str, object]]
+_Operands = tuple[Tensor | None, Tensor, Tensor, dict[str, object]]
 """Bias, input, weight, and what is none of these."""
 
 
-def _of_matmul(input: Tensor, other: Tensor, **others: object) -> _ByRight:
+def _of_matmul(input: Tensor, other: Tensor, **others: object) -> _Operands:
     return None, input, other, others
 
 
-def _of_mm(input: Tensor, mat2: Tensor, **others: object) -> _ByRight:
+def _of_mm(input: Tensor, mat2: Tensor, **others: object) -> _Operands:
     return None, input, mat2, others
 
 
-def _of_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **others: object) -> _ByRight:
+def _of_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **others: object) -> _Operands:
     return input, mat1, mat2, others
 
 
 # Products with a weight [in, out] on the right, and how to read their arguments.
-_BY_RIGHT: dict[Func, Callable[..., _ByRight]] = {
+_TRANSPOSED_PRODUCTS: dict[Func, Callable[..., _Operands]] = {
     torch.matmul: _of_matmul, Tensor.matmul: _of_matmul, Tensor.__matmul__: _of_matmul,
     torch.mm: _of_mm, Tensor.mm: _of_mm, torch.addmm: _of_addmm, Tensor.addmm: _of_addmm,
 }  # fmt: skip
 
 
-class _AsWeight(Function):
+class _AsMasterWeight(Function):
     """Autograd function that gives a plain tensor a recipe, with gradients."""
 
     @staticmethod

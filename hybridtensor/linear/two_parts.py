@@ -19,7 +19,7 @@ _will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
 _PIPELINING = "torch.distributed.pipelining._backward"
 
 
-def asked_for(ctx: Ctx, needs: Needs, layer: Callable[[], str]) -> Needs:
+def requested_gradients(ctx: Ctx, needs: Needs, layer: Callable[[], str]) -> Needs:
     """Return the gradients that this backward computes; raise NotImplementedError if torch could not run a second
     part."""
     # ``ctx.needs_input_grad`` is the same in both parts of a backward. A graph has one part only.

@@ -49,7 +49,7 @@ class LayerState(StateModule):
         recording: Whether amaxes are recorded; see ``without_recording``.
         unrecorded: Whether a backward ran since the last step and recorded nothing.
         recorded: Whether a backward ran since the last step and recorded its amaxes.
-        multiplied: Whether a product of the layer ran, may have run in a compiled graph, or was said to be missing.
+        multiplied: Whether a product of the layer ran, may have run in a compiled graph, or a warning said none did.
         parent: Name of the module whose forward calls the layer, or None if that is not known.
         transposed: Whether the weight is stored ``[in, out]``, or a stack of experts' ``[E, in, out]``; None of one
             of ``nn.Linear``.

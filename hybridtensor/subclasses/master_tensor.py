@@ -94,7 +94,7 @@ class MasterWeight(QuantizedWhenUsed):
 
         While it, or a view of it, exists, faces are not cached: the weight is quantized at each use.
         """
-        return self.record.hand_out(self.plain)
+        return self.record.alias_for_others(self.plain)
 
     def note_write(self) -> None:
         """Record a write of ``plain``: it invalidates cached faces, and backward raises for tensors saved before."""

@@ -1,6 +1,4 @@
-"""Who watches what weights are used for: nobody, but while ``hybridtensor.check`` runs a model, and in
-the steps that ``hybridtensor.watch`` samples.
-"""
+"""Observers of how weights are used: ``hybridtensor.check``, and ``hybridtensor.watch`` in sampled steps."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ class Observer(Protocol):
 
 
 observers: list[Observer] = []
-"""The observers; empty in most programs, which costs one look."""
+"""The present observers; mostly none."""
 
 unmultiplied: weakref.WeakKeyDictionary[LayerState, str] = weakref.WeakKeyDictionary()
 """Operator that read a weight in a training step, by the state of a layer no product of which ran until then."""

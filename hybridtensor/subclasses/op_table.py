@@ -115,7 +115,7 @@ _OF_TORCH = frozenset(
         "symm_mem",
     ]
 )
-"""Libraries of operators that come with torch: classes register those that they answer."""
+"""Libraries of operators that come with torch, for which classes register handlers one by one."""
 
 
 def written_by(func: Func, args: Args, kwargs: Kwargs) -> Iterator[object]:

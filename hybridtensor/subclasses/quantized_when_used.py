@@ -1,4 +1,4 @@
-"""What a weight in high precision is quantized to, and when that has to be done again."""
+"""The faces of a weight in high precision, and when they must be quantized again."""
 
 from __future__ import annotations
 
@@ -155,9 +155,8 @@ class QuantizedWhenUsed(InterceptingTensor):
     ) -> Kept:
         """Return the faces asked for, and maybe others.
 
-        Faces are kept as the recipe's ``keep_faces`` says, and used as long as nothing was written; a
-        face that was made for evaluation does not stand in the way of training: what is missing is
-        added. While something records what runs, or replays what writes the weight, they are made anew and not kept.
+        Faces are cached as the recipe's ``keep_faces`` says, until the next write; missing ones are added. Under a
+        dispatch mode or CUDA-graph capture, or if replays of a graph write the weight, they are quantized at each use.
 
         Args:
             rowwise: See ``faces``.
@@ -166,8 +165,8 @@ class QuantizedWhenUsed(InterceptingTensor):
             trained: The forward is one of training.
             backward_follows: A backward will ask for the columnwise face: one cast makes both, if they are kept.
             noted: See ``faces``.
-            context: ``self.context``, where that is known.
-            stamp: ``self.stamp(dtype)``, where that was just asked.
+            context: ``self.context``, if the caller has it.
+            stamp: ``self.stamp(dtype)``, if the caller has it.
         """
         record, plain = self.record, self.plain
         layer: Any = record.layer  # outside of graphs a LayerState, or None

@@ -149,7 +149,7 @@ class WeightRecord:
         self.kept.clear()
         self.replayed = self.replayed or captured
 
-    def hand_out(self, plain: Tensor) -> Tensor:
+    def alias_for_others(self, plain: Tensor) -> Tensor:
         """Return an alias of ``plain`` for someone who may write it in ways that nothing counts."""
         # A tensor object of its own: whatever is made from it (``.data``, numpy, DLPack) keeps it alive, which
         # ``is_shared`` detects.

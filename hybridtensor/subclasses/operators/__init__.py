@@ -1,4 +1,4 @@
-"""Which aten operators each tensor class answers, and how: one file per class, and what they share.
+"""The handlers of aten operators for each tensor class: one file per class, and what they share.
 
 Importing this package fills the tables of the classes.
 """

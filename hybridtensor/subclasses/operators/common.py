@@ -1,4 +1,4 @@
-"""Handlers that every low-precision class shares; a class registers those that fit it."""
+"""Handlers of aten operators that the tensor classes share; a class registers those that fit it."""
 
 from __future__ import annotations
 

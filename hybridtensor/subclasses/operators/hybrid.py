@@ -1,4 +1,4 @@
-"""What ``HybridTensor`` answers to aten operators: mostly the same operator on both faces."""
+"""The aten operators of ``HybridTensor``: mostly the same operator on both faces."""
 
 from __future__ import annotations
 

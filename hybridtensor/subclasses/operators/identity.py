@@ -1,4 +1,4 @@
-"""What ``IdentityTensor`` answers to aten operators: the same operator on its source, wrapped again."""
+"""The aten operators of ``IdentityTensor``: the same operator on its source, wrapped again."""
 
 from __future__ import annotations
 

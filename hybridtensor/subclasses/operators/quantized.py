@@ -1,4 +1,4 @@
-"""What ``QuantizedTensor`` answers to aten operators."""
+"""The aten operators of ``QuantizedTensor``."""
 
 from __future__ import annotations
 
