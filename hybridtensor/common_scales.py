@@ -155,13 +155,15 @@ def forget_common_scales(plan: Plan) -> list[nn.Module]:
     return modules
 
 
-def take_amaxes(scales: dict[nn.Module, CommonScale], plan: Plan) -> None:
+def measure_common_scales(scales: dict[nn.Module, CommonScale], plan: Plan) -> None:
     """Set common scales from the amaxes of the weights that a plan is about to quantize."""
     configs = {layer.module: config for layer, config in plan}
     for scale in dict.fromkeys(scales.values()):
         modules = [module for module in scale.modules if module in configs]
         if modules and measures_tensor(configs[modules[0]].weight):
-            scale.take([weight_values(configs[m], values_of(m)) for m in modules if m is not None])
+            scale.measure(
+                [weight_values(configs[m], values_of(m)) for m in modules if m is not None]
+            )
 
 
 def local_part(module: nn.Module) -> Any:

@@ -23,7 +23,7 @@ from hybridtensor.common_scales import (
     common_scales_of,
     forget_common_scales,
     local_part,
-    take_amaxes,
+    measure_common_scales,
     values_of,
 )
 from hybridtensor.distributed.checkpoint.undo import of_parts
@@ -178,7 +178,7 @@ def _convert_all(
     converted = {m: values_of(m) for m in changed if isinstance(local_part(m), HybridTensor)}
     undo += of_parts(map(local_part, converted))
     if persistent:
-        take_amaxes(scales, [step for step in plan if step[0].module not in converted])
+        measure_common_scales(scales, [step for step in plan if step[0].module not in converted])
     for layer, config in plan:
         _convert(layer, config, persistent, undo, scales.get(layer.module))
     refresh_all_([(local_part(module), values) for module, values in converted.items()])

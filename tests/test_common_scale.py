@@ -199,8 +199,8 @@ def test_a_graph_that_writes_before_it_uses_is_refused():
 def test_one_measurement_per_write(monkeypatch):
     model, measured = model_of("fp8"), []
     scale = type(model.blocks[0].q.weight.layer.common)
-    original = scale.take
-    monkeypatch.setattr(scale, "take", lambda self, values: measured.append(len(values)) or original(self, values))
+    original = scale.measure
+    monkeypatch.setattr(scale, "measure", lambda self, values: measured.append(len(values)) or original(self, values))
     train(model, 3)
     model(inputs())
     model(inputs(1))

@@ -154,7 +154,7 @@ def _take_common_scales(parts: list[Fragment], magnitudes: dict[tuple[int, str],
             for d in (ROW, COLUMN)
             if (i, d) in magnitudes
         ]
-        scale.take_amaxes([groups.max() for groups in known])
+        scale.set_amaxes([groups.max() for groups in known])
 
 
 def _seen(matrix: Tensor, direction: str) -> Tensor:

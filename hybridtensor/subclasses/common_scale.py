@@ -98,18 +98,18 @@ class CommonScale:
         if measured == self._measured and not is_recorded() and not _is_replayed(weights):
             return
         with torch.no_grad():
-            self.take([weight.source for weight in weights])
+            self.measure([weight.source for weight in weights])
         self._measured = measured
 
-    def take(self, values: Sequence[Tensor]) -> None:
+    def measure(self, values: Sequence[Tensor]) -> None:
         """Set the scale from the amax of all weights' values."""
         amaxes = torch.zeros(len(values), _ALIGNED, dtype=torch.float32, device=values[0].device)
         for matrix, out in zip(values, amaxes, strict=True):
             if matrix.numel():
                 ops.prepare(matrix, _OF_TENSOR).measure_into(matrix, out[:1])
-        self.take_amaxes([amaxes[:, 0].max()])
+        self.set_amaxes([amaxes[:, 0].max()])
 
-    def take_amaxes(self, amaxes: Sequence[Tensor]) -> None:
+    def set_amaxes(self, amaxes: Sequence[Tensor]) -> None:
         """Set the scale to the largest of the weights' fp32 amaxes."""
         # An inference may be the first to measure, and training goes on with the same tensor.
         with torch.inference_mode(False), torch.no_grad():

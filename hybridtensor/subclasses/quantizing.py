@@ -227,7 +227,7 @@ def refresh_all_(pairs: list[tuple[HybridTensor, Tensor]]) -> None:
     unsharded = pairs if gathering is None else gathering.refresh(pairs)
     for scale, members in by_scale(unsharded, lambda pair: pair[0]):
         # Before the casts below, which read the common scale.
-        scale.take([weight_values(part.recipe, values) for part, values in members])
+        scale.measure([weight_values(part.recipe, values) for part, values in members])
     for weight, values in unsharded:
         target = weight
         fresh = weight_values(weight.recipe, values)

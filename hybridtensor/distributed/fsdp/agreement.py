@@ -88,7 +88,7 @@ class Exchange:
 
     def reduce(self, parts: list[Tensor]) -> None:
         """Compute the amaxes of the local shards, and all-reduce them."""
-        self._order.take(self._all)
+        self._order.wait_for_last_use(self._all)
         self._all.zero_()
         self._measure_tensors(parts)
         for index, (shard, values) in enumerate(zip(self._shards, parts, strict=True)):

@@ -26,14 +26,14 @@ class Written(NamedTuple):
 def renew(written: Sequence[Written]) -> None:
     """Update common scales on every rank; all-reduce those whose weights' amaxes are not reduced already."""
     for scale, members in by_scale(written, lambda one: one.part):
-        order_of(scale).take(members[0].values)
+        order_of(scale).wait_for_last_use(members[0].values)
         known = [
             one.shard.amaxes for one in members if one.shard.plan.reduce in ("tensor", "column")
         ]
         if len(known) == len(members):
-            scale.take_amaxes([amaxes.max() for amaxes in known if amaxes is not None])
+            scale.set_amaxes([amaxes.max() for amaxes in known if amaxes is not None])
             continue
-        scale.take([one.values for one in members])
+        scale.measure([one.values for one in members])
         if members[0].shard.sharded.num_ranks > 1 and scale.amax is not None:
             group = members[0].shard.sharded.process_group
             dist.all_reduce(scale.amax, dist.ReduceOp.MAX, group=group)

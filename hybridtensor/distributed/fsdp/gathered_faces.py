@@ -148,7 +148,7 @@ class GatheredFaces:
         """Return the high-precision weight, if forward reads it; allocated together with the rowwise face."""
         return self.tensors["values"][0] if self._plan.read else None
 
-    def take_faces(self, made: Faces) -> None:
+    def copy_from(self, made: Faces) -> None:
         """Copy faces that were quantized after the gather."""
         for direction, face in zip(_DIRECTIONS, made, strict=True):
             if face is not None and not face.follows_rowwise:

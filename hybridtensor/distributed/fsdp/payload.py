@@ -247,7 +247,7 @@ class Payload:
 
     def order(self) -> None:
         """Make the current stream wait for the last stream that used the bytes."""
-        self._order.take(*self._all)
+        self._order.wait_for_last_use(*self._all)
 
 
 def _together(

@@ -127,7 +127,7 @@ class Shard:
         self._agree(part, common)
         self.replayed = record.replayed or getattr(layer, "replayed", False)
         if common is not None and isinstance(part, MasterWeight):
-            # of which the next look knows nothing: the weights that it has the scale in common with may be written
+            # also writes of the other weights with this common scale
             seen = (*seen[:-1], part.state_version)
             if seen == self.seen:
                 return False
@@ -182,10 +182,10 @@ class Shard:
     def order_amaxes(self) -> None:
         """Make the current stream wait for the one that reduces amaxes."""
         if self.order is not None and self.amaxes is not None:
-            self.order.take(self.amaxes)
+            self.order.wait_for_last_use(self.amaxes)
         common = self.common
         if common is not None and common.amax is not None:
-            common_scale.order_of(common).take(common.amax)
+            common_scale.order_of(common).wait_for_last_use(common.amax)
 
     def part(self, values: Tensor, state: StateTensors | None) -> Part:
         """Return the local shard with all that it is quantized by."""
@@ -297,7 +297,7 @@ class Shard:
             dtype=self.dtype,
             context=self._context(tensor),
         )
-        faces.take_faces(made)
+        faces.copy_from(made)
         if wanted[0] and faces.values is not None:
             faces.values.copy_(stored)
 
@@ -308,7 +308,7 @@ class Shard:
         with uncounted_writes(faces.of(COLUMN)):
             context = self._context(self.sharded.tensor)
             made = quantizer.of_rowwise(faces.plain(ROW), self.dtype, context)
-            faces.take_faces((None, made))
+            faces.copy_from((None, made))
 
     def _context(self, tensor: Any) -> Context:
         """Return the quantizers' context of the whole weight, from that of the local shard."""

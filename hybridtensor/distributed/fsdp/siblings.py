@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 def renew(shard: Shard, mine: MasterWeight, common: CommonScale | None) -> None:
     """Reduce the amaxes of all weights under the root if ``shard``, or one with its common scale, was written."""
-    # FSDP2 pads the parts of some ranks anew when it likes, which are other tensors then: not all
-    # ranks see a write, so that all renew the scale
+    # FSDP2 may pad the shards of some ranks again, in new tensors: not all ranks see a write, so that all update
+    # the scale.
     if common is None:  # then it is measured for its own sake
         if shard.reduced == shard.written(mine):
             return

@@ -12,7 +12,7 @@ class StreamOrder:
     def __init__(self) -> None:
         self._last: torch.cuda.Stream | None = None
 
-    def take(self, *tensors: Tensor) -> None:
+    def wait_for_last_use(self, *tensors: Tensor) -> None:
         """Make the current stream wait for the last stream that used the tensors."""
         device = tensors[0].device
         if device.type != "cuda":
