@@ -238,25 +238,17 @@ def _keep(known: dict[Any, Any], addresses: tuple[int, ...], launch: object) -> 
     known[addresses] = launch
 
 
-def _measure_all(xs: list[Tensor], out: Tensor, request: str) -> None:
-    MeasureAllInGraph()(xs, out, request)
-
-
 MEASURE_ALL = define(
     "measure_all_into(Tensor[] xs, Tensor(a!) out, str request) -> ()",
-    reference=_measure_all,
+    reference=lambda *given: MeasureAllInGraph()(*given),
     fake=lambda *_: None,
 )
-
-
-def _quantize_all(*args: Any, **options: Any) -> None:
-    QuantizeAllInGraph()(*args, **options)
 
 
 QUANTIZE_ALL = define(
     "quantize_all_into(Tensor[] xs, Tensor(a!)[] out, str request, Tensor[] encode_scales, Tensor[] records, "
     "Tensor[] row_amaxes, Tensor[] column_amaxes, Tensor? after=None, int notes=0) -> ()",
-    reference=_quantize_all,
+    reference=lambda *given, **options: QuantizeAllInGraph()(*given, **options),
     fake=lambda *_, **__: None,
 )
 
