@@ -8,6 +8,7 @@ see FP8 data, and always the same number of tensors.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ from hybridtensor.ops import Groups
 from hybridtensor.ops.amaxes import Notes
 from hybridtensor.ops.autograd import Ctx, Function
 from hybridtensor.ops.library import is_traced, runs_directly
-from hybridtensor.ops.order import node_of
+from hybridtensor.ops.order import in_backward, node_of
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context, LayerState, StateTensors
@@ -41,6 +42,7 @@ from hybridtensor.subclasses.observing import note_operand, note_product, observ
 from hybridtensor.subclasses.operators.matmul import require_reader, take_face
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_NOTHING = contextlib.nullcontext()
 # The overload: looking it up in each call would take twice as long as the view
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
@@ -258,10 +260,11 @@ class _Linear(Function):
             products = products.with_ends(saved.pop())
         grad = grad_output if isinstance(grad_output, HybridTensor) else tokens(grad_output)
         direct = runs_directly(grad)
-        asked = products.needs
-        if direct or not is_traced():
+        asked, traced = products.needs, not direct and is_traced()
+        if not traced:
             asked = requested_gradients(ctx, asked, lambda: _layer_of(products.context.state))
-        with torch._C.DisableTorchFunctionSubclass():  # attributes of a weight would pass through
+        stays = in_backward() if traced else _NOTHING  # FSDP2 gathers faces after a graph's forward
+        with torch._C.DisableTorchFunctionSubclass(), stays:  # attributes would pass through
             gradients = products.gradients(grad, saved, noted, asked, direct)
         grad_input, grad_weight, grad_bias = gradients
         if grad_input is not None:

@@ -126,6 +126,14 @@ def columnwise_of(row: Face, dtype: torch.dtype) -> Face:
     return row._replace(dequantized_rowwise=dtype)
 
 
+def in_its_dtype(face: Face) -> Face:
+    """Return a face whose high-precision values have the dtype in which they are multiplied."""
+    dtype = face.dequantized_rowwise
+    if dtype is None or face.scale is not None:
+        return face
+    return face._replace(qdata=face.qdata.to(dtype))
+
+
 class TensorLayout(NamedTuple):
     """Shape, strides and dtype of a tensor."""
 

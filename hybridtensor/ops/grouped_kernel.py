@@ -18,7 +18,7 @@ from hybridtensor.formats import IDENTITY, Format
 from hybridtensor.kernels.groups import SideConstants
 from hybridtensor.ops.cast.planning import planning
 from hybridtensor.ops.emulated_mm import nan_under_other_signs
-from hybridtensor.ops.face import Face, Groups
+from hybridtensor.ops.face import Face, Groups, in_its_dtype
 from hybridtensor.ops.grouped_operands import PARTIAL, KernelOperand, kernel_operand, over_groups
 from hybridtensor.ops.kernel_library import Launch, on_device
 from hybridtensor.ops.native_mm import has_fast_accum, has_fp8_units, is_fp8, is_hopper
@@ -61,6 +61,7 @@ def multiply_groups(
     left: Face, right: Face, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     """Return the product of every group without synchronizing with the device; see ``ops.grouped_mm``."""
+    left, right = in_its_dtype(left), in_its_dtype(right)
     formats, device = (held_format(left), held_format(right)), left.qdata.device
     out = None
     if left.scale is None and right.scale is None and out_dtype == torch.bfloat16:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx
+from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy
 
 from hybridtensor.ops.library import define
@@ -31,6 +34,21 @@ def after(x: Tensor, other: Tensor) -> Tensor:
         return copied
     copied = _AFTER(x.view(torch.uint8), other)
     return copied.view(x.dtype)
+
+
+@contextlib.contextmanager
+def in_backward() -> Iterator[None]:
+    """Keep in backward what is traced here, also what depends on no gradient: what it reads may come after forward."""
+    # A private tag, which AOTAutograd sets while it traces a backward, and asks when it cuts the graph
+    tag = "partitioner_tag"
+    before = traceback.current_meta.get(tag)
+    if before is not None:
+        traceback.current_meta[tag] = "must_be_in_backward"
+    try:
+        yield
+    finally:
+        if before is not None:
+            traceback.current_meta[tag] = before
 
 
 def can_recompute(x: Tensor) -> bool:

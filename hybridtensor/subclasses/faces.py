@@ -26,12 +26,14 @@ def rowwise_face(
 def columnwise_face(
     face: FaceTensor, dtype: torch.dtype, gemm: str = "grad_input", *, stack: bool = False
 ) -> Face:
-    """Return the columnwise face for operators; see ``rowwise_face``."""
+    """Return the columnwise face for operators, whose values may still have to be cast; see ``rowwise_face``."""
     if isinstance(face, QuantizedTensor):
         return _face(face, 0, gemm)
     if isinstance(face.source, QuantizedTensor) and face.source.axis == -1:
         return columnwise_of(_face(face.source, -1, gemm), dtype)
-    values = face.dequantize(dtype)
+    # The product casts them: FSDP2 gathers what backward reads, and a graph's forward must not.
+    plain = not isinstance(face.source, QuantizedTensor)
+    values = face.source if plain else face.dequantize(dtype)
     return columnwise_of(high_precision(values if stack else _matrix(values)), dtype)
 
 

@@ -510,6 +510,23 @@ def test_blocks_compiled_before_wrapping(two):
     two.run(compiled, FORMATS if tiers.LONG else ["fp8_block", "nvfp4_1d_weight"], "aot_eager")
 
 
+def compiled_with_values_in_backward(rank, recipes):
+    """Forward must not read the values, which are gathered for backward: neither view them, nor cast them."""
+    for recipe, autocast in itertools.product(recipes, (False, True)):
+        model, twin = make(recipe), make(recipe)
+        for m in (model, twin):
+            for block in m:
+                block.compile(backend="aot_eager", fullgraph=True)
+        shard(model, mesh_of(rank, 2))
+        with torch.autocast(here(), torch.bfloat16, enabled=autocast):
+            train(rank, model, twin)
+        torch._dynamo.reset()
+
+
+def test_compiled_blocks_whose_backward_has_values(two):
+    two.run(compiled_with_values_in_backward, ["fp8_high_precision_backward", "fp8/bf16/fp8"])
+
+
 def compiled_with_checkpointing(rank, recipes, order):
     for recipe in recipes:
         model, twin = make(recipe), make(recipe)
