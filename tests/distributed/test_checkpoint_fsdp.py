@@ -11,7 +11,9 @@ from processes import generator, here
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -116,6 +118,23 @@ def optimizer_states(rank, persistent):
         for run in runs:
             train(*run)
         assert same(parts(*runs[1]), parts(*runs[0]))
+
+
+def models_from_one_rank(rank, persistent, recipes):
+    """Before an optimizer has stepped: then a persistent weight's faces are those of its values and of its scales."""
+    mesh = init_device_mesh(here(), (2,))
+    for on_host in (False, True):
+        runs = [make(persistent, mesh, seed, recipes) for seed in (0, 1)]
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        read = StateDictOptions(full_state_dict=True, cpu_offload=on_host)
+        state = copy.deepcopy(get_model_state_dict(runs[0][0], options=read))
+        set_model_state_dict(runs[1][0], state if rank == 0 else {}, options=options)
+        assert same(parts(*runs[1]), parts(*runs[0]))
+
+
+@pytest.mark.parametrize(("persistent", "recipes"), [(False, STATES), (True, HELD)], ids=["masters", "persistent"])
+def test_models_that_one_rank_has_read(two, persistent, recipes):
+    two.run(models_from_one_rank, persistent, recipes)
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["masters", "persistent"])

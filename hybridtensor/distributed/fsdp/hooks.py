@@ -85,8 +85,6 @@ def _is_part(shard: Shard, tensor: InterceptingTensor) -> bool:
 
 def shard_of_part(part: HybridTensor) -> Shard | None:
     """Return the shard record of a persistent weight's local shard or an alias of it, or None without FSDP2."""
-    if part.taken is not whole:
-        return None
     record = part.record
     known: Shard | None = None if record.shard is None else record.shard()
     if known is not None and _record_of(known.sharded) is record:
@@ -97,6 +95,17 @@ def shard_of_part(part: HybridTensor) -> Shard | None:
             record.shard = weakref.ref(shard)
             return shard
     return None
+
+
+def _is_apart(shard: Shard, view: HybridTensor) -> bool:
+    """Return whether a view of a local shard is quantized alone; raise NotImplementedError if it shares scales."""
+    if plan_of(shard.sharded, view.recipe).reduce is None:
+        return True
+    name = "" if view.state is None else view.state.name
+    raise NotImplementedError(
+        f"in-place write: a view of {name and f'{name}, '}a persistent weight {shard.sharded.size} is written, whose "
+        "scales follow from the parts of all ranks; write the weight"
+    )
 
 
 def _record_of(sharded: Sharded) -> WeightRecord | None:
@@ -166,7 +175,7 @@ class _Gathering:
         found, others = [], []
         for part, values in pairs:
             shard = shard_of_part(part)
-            if shard is None:
+            if shard is None or (part.taken is not whole and _is_apart(shard, part)):
                 others.append((part, values))
                 continue
             shard.adopt(part.recipe)

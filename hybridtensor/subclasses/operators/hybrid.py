@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from hybridtensor.subclasses.high_precision import whole
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor, is_of
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
@@ -43,7 +44,9 @@ def _select(x: HybridTensor, index: int) -> HybridTensor:
 
 
 def _view(x: HybridTensor, fn: _OnTensor) -> HybridTensor:
-    return _on_faces(x, fn).view_of(x, fn)
+    made = _on_faces(x, fn)
+    # Of all: as ``to_local()`` of a DTensor, and ``[:]``
+    return made.view_of(x, whole if made.shape == x.shape else fn)
 
 
 def _on_faces(x: HybridTensor, fn: _OnTensor) -> HybridTensor:
