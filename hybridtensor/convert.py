@@ -148,6 +148,7 @@ def _carry_out(
     scales: dict[nn.Module, CommonScale],
 ) -> None:
     """Convert the layers of a plan, and update everything that belongs to the whole model."""
+    reshard(layer.weight for layer, _ in plan)
     with torch.inference_mode(False):  # the new parameters are trained later
         with all_or_nothing(model, [layer for layer, _ in plan]) as undo:
             _convert_all(plan, persistent, scales, undo, forget_common_scales(plan))
@@ -264,10 +265,7 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     recipes = {layer.name: f"{config} ({config.fingerprint()[:8]})" for layer, config in plan}
     # Before anything changes: this raises on all ranks or on none.
     require_alike("set_config_", recipes, advice=ADVICE, groups=groups_of(model), timeout=PATIENCE)
-    for layer, _ in plan:
-        # Gathered faces have the former recipe.
-        if isinstance(layer.weight, nn.Parameter):
-            reshard(layer.weight)
+    reshard(layer.weight for layer, _ in plan)
     with all_or_nothing(model, [layer for layer, _ in plan]) as undo:
         for persistent in (False, True):
             of_kind = [

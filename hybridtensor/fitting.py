@@ -88,11 +88,13 @@ def check_weight(layer: Layer, persistent: bool) -> None:
         raise TypeError(
             f"{where}: its weight is a {type(weight).__name__}, not {kind}; remove what computes it"
         )
-    if isinstance(part_of(weight), HybridTensor) and not persistent:
+    part = part_of(weight)
+    if isinstance(part, HybridTensor) and not persistent:
         raise ValueError(
             f"{where}: the weight is persistent and has no high-precision value; pass persistent=True"
         )
-    if isinstance(weight, DTensor) and locate(layer.module) and not is_converted(part_of(weight)):
+    stays = isinstance(part, HybridTensor) or (isinstance(part, MasterWeight) and not persistent)
+    if not stays and any(sharded.holds(weight) for sharded in locate(layer.module)):
         raise TypeError(
             f"{where}: FSDP2 shards its weight already; call quantize_ before fully_shard"
         )
@@ -106,7 +108,6 @@ def check_weight(layer: Layer, persistent: bool) -> None:
             f"{where}: tensor parallelism shards a {type(layer.module).__name__} with weight [in, out]; leave "
             "it whole, or leave it out of quantize_ (keep_bf16)"
         )
-    part = part_of(weight)
     if not is_converted(part) and type(part) not in (nn.Parameter, Tensor):
         raise TypeError(
             f"{where}: its weight is a {type(part).__name__}, not a plain Parameter; quantize the model first"
@@ -121,7 +122,6 @@ def check_weight(layer: Layer, persistent: bool) -> None:
             f"{where}: its attribute {layer.state_name} is a {type(taken).__name__}, where the state of "
             "quantizers belongs; rename it"
         )
-    stays = isinstance(part, HybridTensor) or (isinstance(part, MasterWeight) and not persistent)
     if isinstance(weight, nn.Parameter) and not stays:
         require_swappable(where, weight)
 

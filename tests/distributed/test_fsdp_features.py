@@ -459,6 +459,29 @@ def test_recipe_switch_of_a_weight_that_stays_gathered(two):
     two.run(switch_while_gathered)
 
 
+def quantized_late(rank):
+    """Whether FSDP2 has gathered the weights or not; quantized ones may get another recipe, but no other kind."""
+    for run, recipe in itertools.product((False, True), (None, "fp8_rowwise")):
+        model = nn.Sequential(nn.Linear(64, 64))
+        twin = copy.deepcopy(model)
+        if recipe is not None:
+            ht.quantize_(model, recipe)
+        fully_shard(model, mesh=mesh_of(rank, 2))
+        if run:
+            with torch.no_grad():
+                model(batch(0))
+        for persistent in (True, False) if recipe is None else (True,):
+            with pytest.raises(TypeError, match="layer 0: FSDP2 shards its weight already; call quantize_ before"):
+                ht.quantize_(model, "fp8", persistent=persistent)
+        if recipe is not None:
+            ht.quantize_(model, "fp8")
+            train(rank, model, ht.quantize_(twin, "fp8"))
+
+
+def test_models_that_are_quantized_after_they_are_sharded(two):
+    two.run(quantized_late)
+
+
 def switch_before_backward(rank):
     """A backward finishes with the recipe of its forward."""
     model, twin = shard(make("fp8_rowwise"), mesh_of(rank, 2)), make("fp8_rowwise")

@@ -9,6 +9,7 @@ compiled graphs keep references to them.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -48,10 +49,11 @@ def part_of(weight: Tensor) -> Tensor:
     return part
 
 
-def reshard(weight: Tensor) -> None:
-    """Free a gathered weight, so that it is gathered again before its next use."""
-    if isinstance(weight, HybridTensor) and weight.record.gathered is not None:
-        weight.record.gathered.sharded.reshard()
+def reshard(weights: Iterable[Tensor]) -> None:
+    """Free gathered weights, whose faces have a former recipe: they are gathered again before their next use."""
+    for weight in weights:
+        if isinstance(weight, HybridTensor) and weight.record.gathered is not None:
+            weight.record.gathered.sharded.reshard()
 
 
 def find(module: nn.Module, tensor: InterceptingTensor) -> Shard:

@@ -92,6 +92,11 @@ class Sharded(NamedTuple):
         info = self.param._module_info
         return [info.module, *info.shared_modules]
 
+    def holds(self, parameter: Tensor) -> bool:
+        """Return whether a module's parameter is this one: its parts, or all of it while it is gathered."""
+        gathered = getattr(self.param, "_unsharded_param", None)
+        return parameter is self.param.sharded_param or parameter is gathered
+
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold one part each; None where every rank holds the whole (``replicate``)."""
