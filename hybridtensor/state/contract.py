@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hybridtensor.dtensor import local
 from hybridtensor.ops.library import is_captured
 from hybridtensor.ranks import PATIENCE, TIMEOUT, require_alike
+from hybridtensor.state.layer import LayerState
+from hybridtensor.state.ranks import ALL_RANKS, TrainingRanks
 from hybridtensor.state.training import Group, Training, training_of
 
 ADVICE = "convert the model alike everywhere, or name the ranks that train it with set_mesh_"
@@ -69,6 +71,14 @@ def groups_of(model: nn.Module) -> list[Group]:
         if isinstance(parameter, DTensor):
             found += parameter.device_mesh.get_all_groups()
     return list(dict.fromkeys(found))
+
+
+def ranks_without_state(model: nn.Module) -> list[TrainingRanks]:
+    """Return the ranks that train a model whose layers have no tensors of state; by default all."""
+    # Such a state is no submodule, and known to the weight
+    layers = [getattr(local(parameter), "layer", None) for parameter in model.parameters()]
+    named = dict.fromkeys(layer.ranks for layer in layers if isinstance(layer, LayerState))
+    return list(named) or [ALL_RANKS]
 
 
 def reduced(training: Training, amaxes: Tensor, group: Group) -> Tensor:

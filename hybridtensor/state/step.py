@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from hybridtensor.arguments import require_flag, require_module, wrong
 from hybridtensor.ops.library import is_captured
 from hybridtensor.ranks import PATIENCE, require_alike
-from hybridtensor.state.contract import ADVICE, reduced
+from hybridtensor.state.contract import ADVICE, ranks_without_state, reduced
 from hybridtensor.state.layer import LayerState, required
-from hybridtensor.state.ranks import ALL_RANKS, TrainingRanks
+from hybridtensor.state.ranks import TrainingRanks
 from hybridtensor.state.recording import require_finite, require_recorded
 from hybridtensor.state.rules import in_words
 from hybridtensor.state.stages import pipeline_size
@@ -69,8 +69,11 @@ def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
     # Before anything changes, so that an error leaves the step as it was.
     require_recorded(states)
     with torch.no_grad():
-        # A rank without state takes part in the comparison of scales, too: the others would wait for it.
-        for ranks in dict.fromkeys(state.ranks for state in states) or [ALL_RANKS]:
+        every = list(dict.fromkeys(state.ranks for state in states))
+        if not states and not training_of(model).steps:
+            # It takes part in the comparison of scales, which is once, too: the others would wait for it.
+            every = ranks_without_state(model)
+        for ranks in every:
             _update_scales(model, [state for state in states if state.ranks == ranks], ranks)
         counters = [state.rounding[1] for state in states if state.rounding is not None]
         if counters:

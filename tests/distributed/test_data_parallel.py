@@ -1,6 +1,7 @@
 """Several ranks, as gloo processes: DDP trains converted models like plain ones."""
 
 import contextlib
+import copy
 import warnings
 from unittest import mock
 
@@ -111,6 +112,13 @@ def a_group_is_kept_for_recipes_to_come(rank):
     assert model[0].quantization_state.ranks.groups == (own,)
 
 
+def models_without_state_wait_for_their_group_alone(rank):
+    own = [dist.new_group([0]), dist.new_group([1])][rank]
+    model = copy.deepcopy(ht.set_data_parallel_group_(stateful("fp8"), own))
+    if rank == 0:  # the other one trains something else
+        ht.step_(nn.ModuleList([model]))
+
+
 def random_rounding_does_not_depend_on_the_number_of_ranks(rank):
     """A gradient split over ranks, in order, is rounded as the whole is on one rank."""
     quantizer = ht.NVFP4Quantizer(rounding="stochastic")
@@ -194,6 +202,7 @@ def siblings_under_ddp(rank):
         scales_are_reduced,
         different_scales_raise_on_every_rank,
         a_group_is_kept_for_recipes_to_come,
+        models_without_state_wait_for_their_group_alone,
         random_rounding_does_not_depend_on_the_number_of_ranks,
         other_inputs_on_another_rank,
         siblings_under_ddp,
