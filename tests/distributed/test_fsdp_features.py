@@ -482,6 +482,23 @@ def test_models_that_are_quantized_after_they_are_sharded(two):
     two.run(quantized_late)
 
 
+def stepped_while_gathered(rank, persistent):
+    model = ht.quantize_(nn.Sequential(nn.Linear(64, 64, bias=False)), "fp8_delayed", persistent=persistent)
+    fully_shard(model, mesh=mesh_of(rank, 2))
+    with torch.no_grad():
+        model(batch(0))
+        told = r"add_.* of 0, a weight that FSDP2 gathered.* call reshard\(\) before it is written"
+        with pytest.raises(NotImplementedError, match=told):
+            model[0].weight.add_(1.0)
+        model.reshard()
+        model[0].weight.add_(1.0)
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["masters", "persistent"])
+def test_arithmetic_on_a_gathered_weight_says_to_reshard(two, persistent):
+    two.run(stepped_while_gathered, persistent)
+
+
 def switch_before_backward(rank):
     """A backward finishes with the recipe of its forward."""
     model, twin = shard(make("fp8_rowwise"), mesh_of(rank, 2)), make("fp8_rowwise")

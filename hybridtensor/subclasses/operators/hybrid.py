@@ -200,6 +200,12 @@ def present_values(weight: HybridTensor, who: str) -> Tensor:
     known = known_values(weight)
     if known is not None:
         return known.clone()
+    if weight.is_gathered:
+        name = "" if weight.state is None else weight.state.name
+        raise NotImplementedError(
+            f"HybridTensor: {who} of {name and f'{name}, '}a weight that FSDP2 gathered, which has quantized faces "
+            "only, and is dropped at the next reshard; call reshard() before it is written"
+        )
     if weight.requires_grad or (weight.record.values is not None and weight.high_precision.is_lost):
         raise NotImplementedError(
             f"HybridTensor: {who} of a trainable weight needs its values in high precision, got "
