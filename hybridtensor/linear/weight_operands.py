@@ -261,7 +261,7 @@ def weight_operand(
     if gathered:
         return GatheredWeight(weight, row, dtype)
     if needs.input and isinstance(quantizer, HybridQuantizer) and quantizer.draws_from_rowwise:
-        return RequantizedWeight(row, quantizer, dtype, of_weight)
+        return RequantizedWeight(row, quantizer, weight.dtype, of_weight)
     return Operand(row, column)
 
 

@@ -50,6 +50,9 @@ class Quantizer(ABC):
     stochastic: ClassVar[bool] = False
     """Whether elements are rounded at random."""
 
+    requantizes: ClassVar[bool] = False
+    """Whether the columnwise face is quantized from the values that the rowwise face holds."""
+
     draws_from_rowwise: ClassVar[bool] = False
     """Whether each step requantizes the columnwise face from the rowwise one with new random signs (EDEN); persistent
     weights then store the rowwise one alone."""

@@ -99,8 +99,14 @@ class HybridQuantizer(CastQuantizer):
     @property
     def draws_from_rowwise(self) -> bool:  # type: ignore[override]
         """Whether each step requantizes the columnwise face from the rowwise one with new random signs (EDEN)."""
+        return self.requantizes and self.columnwise_format.drawn_signs
+
+    @property
+    def requantizes(self) -> bool:  # type: ignore[override]
+        """Whether the columnwise face is quantized from the values that the rowwise face holds."""
+        both = self.rowwise, self.columnwise
         of_rowwise = self.columnwise_source == "rowwise_dequantized"
-        return of_rowwise and self.columnwise_format.drawn_signs
+        return of_rowwise and not any(isinstance(one, IdentityQuantizer) for one in both)
 
     @property
     def rowwise_format(self) -> Format:

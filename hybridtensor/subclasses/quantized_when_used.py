@@ -264,6 +264,10 @@ class QuantizedWhenUsed(InterceptingTensor):
             context = context._replace(record=record, amaxes=amaxes, after=after)
         config = self.config if config is None else config
         values = weight_values(config, self.plain)
+        if config.weight.requantizes:
+            dtype = (
+                self.dtype
+            )  # also under autocast: what the rowwise face holds is rounded once, not twice
         return config.weight.faces(
             values, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
         )

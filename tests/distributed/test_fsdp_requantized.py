@@ -52,11 +52,14 @@ def trains(rank, size, spec, way, hidden=128):
         elif way == "compiled":
             block = torch.compile(block, backend="aot_eager", fullgraph=True)
         model[index] = fully_shard(block, mesh=mesh, reshard_after_forward=way != "stays")
+    if way == "autocast":
+        for m in (model, twin):
+            m.forward = torch.autocast("cpu", torch.bfloat16)(m.forward)
     train(rank, fully_shard(model, mesh=mesh), twin, steps=3, grad_input=True)
     torch._dynamo.reset()
 
 
-WAYS = ["reshards", "stays", "checkpointed", "compiled"]
+WAYS = ["reshards", "stays", "checkpointed", "compiled", "autocast"]
 
 
 @pytest.mark.parametrize("way", WAYS)
