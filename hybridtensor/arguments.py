@@ -21,7 +21,7 @@ HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
 _LONGEST = 120  # characters of a value that an error shows
 
 
-def described(value: object) -> str:
+def shown(value: object) -> str:
     """Describe a value in an error message, without the elements of a tensor."""
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype}"
@@ -33,9 +33,7 @@ def described(value: object) -> str:
 
 def wrong(who: str, required: str, value: object, advice: str = "") -> TypeError:
     """Return the error of a value of another kind than is required."""
-    return TypeError(
-        f"{who}: {required} is required, got {described(value)}{advice and f'; {advice}'}"
-    )
+    return TypeError(f"{who}: {required} is required, got {shown(value)}{advice and f'; {advice}'}")
 
 
 def require_kind(
@@ -56,7 +54,7 @@ def require_flag(who: str, /, **flags: object) -> None:
     """Raise TypeError unless every flag is a bool, because a string such as "no" is truthy."""
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise TypeError(f"{who}: {name} is True or False, got {described(value)}")
+            raise TypeError(f"{who}: {name} is True or False, got {shown(value)}")
 
 
 def require_int(who: str, /, *, at_least: int | None = None, **numbers: object) -> None:
@@ -88,7 +86,7 @@ def require_choice(who: str, what: str, word: object, known: Iterable[str]) -> N
     """Raise ValueError unless ``word`` is one of ``known``, with the nearest."""
     words = tuple(known)
     if not isinstance(word, str) or word not in words:
-        raise ValueError(f"{who}: unknown {what} {described(word)}; {nearest(str(word), words)}")
+        raise ValueError(f"{who}: unknown {what} {shown(word)}; {nearest(str(word), words)}")
 
 
 def nearest(word: str, known: Iterable[object]) -> str:
@@ -138,7 +136,7 @@ def place(who: str, device: object) -> torch.device:
         return torch.device(device)
     except RuntimeError:
         raise ValueError(
-            f"{who}: a device is required, got {described(device)}; name one such as 'cpu' or 'cuda:0'"
+            f"{who}: a device is required, got {shown(device)}; name one such as 'cpu' or 'cuda:0'"
         ) from None
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hybridtensor import formats
-from hybridtensor.arguments import described, require_flag, require_module, wrong
+from hybridtensor.arguments import require_flag, require_module, shown, wrong
 from hybridtensor.dtensor import local
 from hybridtensor.explanation.checked import Check, ProductRow, ReadRow
 from hybridtensor.formats import Format
@@ -192,9 +192,7 @@ def _loss(out: object, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
         value = loss(out)
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-            raise TypeError(
-                f"check: a loss of one number is required, got {described(value)}{shape}"
-            )
+            raise TypeError(f"check: a loss of one number is required, got {shown(value)}{shape}")
         return value
     own = getattr(out, "loss", None)
     if isinstance(own, Tensor):

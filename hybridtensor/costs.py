@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hybridtensor import ops
 from hybridtensor.arguments import (
-    described,
     nearest,
     place,
     require_choice,
@@ -23,6 +22,7 @@ from hybridtensor.arguments import (
     require_kind,
     require_number,
     require_text,
+    shown,
 )
 from hybridtensor.formats import Format
 from hybridtensor.ops.native_mm import native_kind
@@ -247,7 +247,7 @@ def table(device: str) -> CostTable:
     """
     if not isinstance(device, str) or device not in TABLES:
         raise ValueError(
-            f"costs.table: unknown table of costs {described(device)}; {nearest(str(device), TABLES)}; on a machine "
+            f"costs.table: unknown table of costs {shown(device)}; {nearest(str(device), TABLES)}; on a machine "
             "with that device costs.measure() makes its table, which is taken wherever a name is"
         )
     return TABLES[device]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hybridtensor.arguments import described, require_dtype, require_module
+from hybridtensor.arguments import require_dtype, require_module, shown
 from hybridtensor.distributed.checkpoint.plain import as_part_of
 from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.distributed.fsdp.torch_compat import everything
@@ -74,8 +74,8 @@ def _check_gradient(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> N
     gradient = parameter.grad
     if gradient is not None and gradient.dtype != dtype:
         raise ValueError(
-            f"plain_: the gradient of {name} is in {described(gradient.dtype)}, and its weight would be in "
-            f"{described(dtype)}; call zero_grad() before, or leave dtype out"
+            f"plain_: the gradient of {name} is in {shown(gradient.dtype)}, and its weight would be in "
+            f"{shown(dtype)}; call zero_grad() before, or leave dtype out"
         )
 
 

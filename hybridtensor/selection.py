@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from hybridtensor import recipes
-from hybridtensor.arguments import described, require_choice, require_items, require_text
+from hybridtensor.arguments import require_choice, require_items, require_text, shown
 from hybridtensor.dtensor import local
 from hybridtensor.formats import Format
 from hybridtensor.layers import SKIPPED_NAMES, Layer, layers_of
@@ -159,7 +159,7 @@ def _config_source(recipe: Recipe) -> Callable[[Layer], HybridConfig | None]:
         return lambda layer: _of_factory(factory, layer)
     raise TypeError(
         "quantize_: a recipe name, HybridConfig, FqnToConfig, recipes.by_type or factory is required, "
-        f"got {described(recipe)}; HybridConfig(input=, weight=, grad_output=) makes a config of quantizers"
+        f"got {shown(recipe)}; HybridConfig(input=, weight=, grad_output=) makes a config of quantizers"
     )
 
 
@@ -194,7 +194,7 @@ def _plan_by_name(
         if rule is not None:
             if not isinstance(rule, (str, HybridConfig)):
                 raise TypeError(
-                    f"quantize_: FqnToConfig must name a HybridConfig or None, got {described(rule)} for {matches[0]}"
+                    f"quantize_: FqnToConfig must name a HybridConfig or None, got {shown(rule)} for {matches[0]}"
                 )
             yield layer, recipes.from_name(rule) if isinstance(rule, str) else rule
     unused = [key for key in rules if key not in used and key != "_default"]

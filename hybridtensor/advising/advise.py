@@ -16,12 +16,12 @@ from hybridtensor import costs
 from hybridtensor.advising.choosing import FormatOption, Step, cheapest, curve
 from hybridtensor.advising.measuring import Batch, Product, measure
 from hybridtensor.arguments import (
-    described,
     require_function,
     require_items,
     require_module,
     require_number,
     require_text,
+    shown,
     wrong,
 )
 from hybridtensor.costs import CostTable
@@ -251,7 +251,7 @@ def _checked(loss: Callable[[nn.Module, Batch], object]) -> Callable[[nn.Module,
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
             raise TypeError(
-                f"advise: a loss of one number is required, got {described(value)}{shape}; pass loss, which returns one"
+                f"advise: a loss of one number is required, got {shown(value)}{shape}; pass loss, which returns one"
             )
         return value
 

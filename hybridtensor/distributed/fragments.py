@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridtensor.arguments import described, require_items, require_tensor
+from hybridtensor.arguments import require_items, require_tensor, shown
 from hybridtensor.formats import Format
 from hybridtensor.quantizers import HybridQuantizer, Quantizer
 from hybridtensor.recipes.config import weight_values
@@ -94,7 +94,7 @@ def _checked(weights: object, shards: object, offsets: object) -> list[Fragment]
 def _fragment(index: int, weight: object, shard: Tensor | None, offset: object) -> Fragment:
     if not isinstance(weight, HybridTensor) or weight.config is None or weight.dim() != 2:
         raise TypeError(
-            f"{_WHO}: persistent weights are required, got {described(weight)} at {index}; see quantize_"
+            f"{_WHO}: persistent weights are required, got {shown(weight)} at {index}; see quantize_"
         )
     if shard is None:
         shard = torch.zeros(0, device=weight.device)
@@ -112,7 +112,7 @@ def _fragment(index: int, weight: object, shard: Tensor | None, offset: object) 
     begin = offset if isinstance(offset, int) else -1 if values.numel() or offset is not None else 0
     if begin < 0:
         raise ValueError(
-            f"{_WHO}: an offset of at least 0 is required, got {described(offset)} at {index}"
+            f"{_WHO}: an offset of at least 0 is required, got {shown(offset)} at {index}"
         )
     if begin + values.numel() > weight.numel():
         what = f"{values.numel()} from {begin} on, of {weight.numel()} at {index}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hybridtensor.arguments import described, require_flag, require_module, require_path
+from hybridtensor.arguments import require_flag, require_module, require_path, shown
 from hybridtensor.distributed.checkpoint.ranks import is_sharded
 from hybridtensor.formats import Format
 from hybridtensor.inference.input_scales import stored_inputs
@@ -336,8 +336,8 @@ def _require_numbers(name: str, value: Tensor, found: Tensor) -> None:
         (found.isfinite() & ~found.to(value.dtype).isfinite()).any()
     ):
         raise ValueError(
-            f"{_WHO}: {name}: values that {described(value.dtype)} holds are required, got some up to "
-            f"{float(found.abs().max()):.3g} in {described(found.dtype)}; load into a model with another dtype"
+            f"{_WHO}: {name}: values that {shown(value.dtype)} holds are required, got some up to "
+            f"{float(found.abs().max()):.3g} in {shown(found.dtype)}; load into a model with another dtype"
         )
 
 
@@ -346,7 +346,7 @@ def _values(name: str, face: Face, value: Tensor) -> Tensor:
     values = face_values(face, value.dtype)
     if not bool(values.isfinite().all()):  # elements and scales are
         raise ValueError(
-            f"{_WHO}: {name}: values that {described(value.dtype)} holds are required, got larger ones; load into a "
+            f"{_WHO}: {name}: values that {shown(value.dtype)} holds are required, got larger ones; load into a "
             "model with another dtype"
         )
     return values.to(value.device)

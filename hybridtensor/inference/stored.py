@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor import formats
-from hybridtensor.arguments import described
+from hybridtensor.arguments import shown
 from hybridtensor.formats import Format
 from hybridtensor.inference.layouts import Packed
 from hybridtensor.ops import Face, transpose
@@ -104,7 +104,7 @@ def _of_blocks(name: str, tensors: Tensors) -> Packed:
     if not of_bytes or blocks.dim() != 4 or blocks.shape != (*scales.shape, 16):
         raise ValueError(
             f"{_WHO}: {name}: uint8 blocks [E, rows, groups, 16] with uint8 scales [E, rows, groups] are required, got "
-            f"{described(blocks.dtype)} {list(blocks.shape)} with {described(scales.dtype)} {list(scales.shape)}"
+            f"{shown(blocks.dtype)} {list(blocks.shape)} with {shown(scales.dtype)} {list(scales.shape)}"
         )
     return {"weight_packed": blocks.flatten(2), "weight_scale": scales}
 
@@ -132,7 +132,7 @@ def require_values(name: str, stored: Tensor) -> None:
     """Raise ValueError for elements of a quantized format, which are no values without scales."""
     if stored.dtype not in _VALUES:
         raise ValueError(
-            f"load_pretrained: {name}: scales are required beside elements in {described(stored.dtype)}, got none"
+            f"load_pretrained: {name}: scales are required beside elements in {shown(stored.dtype)}, got none"
         )
 
 
@@ -168,7 +168,7 @@ def require_scales(name: str, scale: Tensor, who: str = _WHO) -> None:
         bad = ~(numbers.isfinite() & (numbers > 0))
     else:
         raise ValueError(
-            f"{who}: {name}: scales in a floating-point dtype are required, got {described(scale.dtype)}"
+            f"{who}: {name}: scales in a floating-point dtype are required, got {shown(scale.dtype)}"
         )
     if bool(bad.any()):
         raise ValueError(

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hybridtensor.arguments import described, require_items, require_kind, require_text, wrong
+from hybridtensor.arguments import require_items, require_kind, require_text, shown, wrong
 from hybridtensor.convert import quantize_
 from hybridtensor.recipes import from_name
 from hybridtensor.recipes.config import HybridConfig
@@ -65,7 +65,7 @@ class HybridTensorConfig(QuantizationConfigMixin):
         known = saved.pop("quant_method", METHOD)
         if saved or known != METHOD:
             raise ValueError(
-                f"HybridTensorConfig: recipe and keep_bf16 are required, got {described(saved or known)}; "
+                f"HybridTensorConfig: recipe and keep_bf16 are required, got {shown(saved or known)}; "
                 "drop the others"
             )
         self.quant_method = METHOD
@@ -97,7 +97,7 @@ def _written(recipe: object) -> str | dict[str, object]:
         written: dict[str, object] = config_to_dict(recipe)
         return written
     raise TypeError(
-        f"HybridTensorConfig: a spec, HybridConfig or FqnToConfig is required, got {described(recipe)}; "
+        f"HybridTensorConfig: a spec, HybridConfig or FqnToConfig is required, got {shown(recipe)}; "
         "others cannot be saved: load the model plain and call quantize_"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from hybridtensor.arguments import described, require_choice, require_flag, require_int
+from hybridtensor.arguments import require_choice, require_flag, require_int, shown
 from hybridtensor.formats import Format, get_format, work_out
 from hybridtensor.ops import Cast
 from hybridtensor.quantizers.base import (
@@ -57,7 +57,7 @@ class Float8Quantizer(OneFormatQuantizer):
             require_choice(who, "block", self.block, ("1x128", "128x128"))
         elif self.block is not None:
             raise ValueError(
-                f"{who}: block is for granularity 'block', got {described(self.block)} with {self.granularity!r}"
+                f"{who}: block is for granularity 'block', got {shown(self.block)} with {self.granularity!r}"
             )
         work_out(self)
 

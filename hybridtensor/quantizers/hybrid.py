@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridtensor.arguments import described, require_choice
+from hybridtensor.arguments import require_choice, shown
 from hybridtensor.formats import IDENTITY, Format
 from hybridtensor.ops import CastRequest, Face, Faces, columnwise_of, high_precision, rowwise_values
 from hybridtensor.quantizers.base import (
@@ -80,7 +80,7 @@ class HybridQuantizer(CastQuantizer):
             child = getattr(self, direction)
             if not isinstance(child, Quantizer) or isinstance(child, HybridQuantizer):
                 raise TypeError(
-                    f"HybridQuantizer: a quantizer of one format is required for {direction}, got {described(child)}; "
+                    f"HybridQuantizer: a quantizer of one format is required for {direction}, got {shown(child)}; "
                     "use IdentityQuantizer() for high precision"
                 )
         sources = ("original", "rowwise_dequantized")

@@ -12,13 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtensor.arguments import (
-    described,
-    require_choice,
-    require_flag,
-    require_kind,
-    require_text,
-)
+from hybridtensor.arguments import require_choice, require_flag, require_kind, require_text, shown
 from hybridtensor.formats import Format
 from hybridtensor.ops.native_mm import has_fast_accum
 from hybridtensor.ops.scaled_mm import check_multipliable
@@ -119,7 +113,7 @@ class HybridConfig(AOBaseConfig):
             if not isinstance(getattr(self, role), Quantizer):
                 raise TypeError(
                     f"HybridConfig: a quantizer is required for {role}, got "
-                    f"{described(getattr(self, role))}; use IdentityQuantizer() for high precision"
+                    f"{shown(getattr(self, role))}; use IdentityQuantizer() for high precision"
                 )
         require_flag(
             "HybridConfig",

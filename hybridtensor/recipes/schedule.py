@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hybridtensor.arguments import described, require_int, require_kind, require_module
+from hybridtensor.arguments import require_int, require_kind, require_module, shown
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.named import from_name
 
@@ -96,7 +96,7 @@ def schedule(recipes: Mapping[int, str | HybridConfig]) -> Schedule:
     bad = [s for s in recipes if not isinstance(s, int) or isinstance(s, bool) or s < 0]
     if bad or 0 not in recipes:
         raise ValueError(
-            f"schedule: steps from 0 on, 0 among them, are required, got {described(list(recipes))}"
+            f"schedule: steps from 0 on, 0 among them, are required, got {shown(list(recipes))}"
         )
     starts = tuple(sorted(recipes))
     chosen = [recipes[start] for start in starts]

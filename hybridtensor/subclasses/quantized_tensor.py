@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor import ops
-from hybridtensor.arguments import described, require_dtype, require_kind
+from hybridtensor.arguments import require_dtype, require_kind, shown
 from hybridtensor.formats import Format
 from hybridtensor.ops import Face
 from hybridtensor.subclasses.op_table import OpTable
@@ -81,7 +81,7 @@ class QuantizedTensor(WrapperTensor):
         require_kind(who, "a face of hybridtensor.ops", face, Face)
         require_dtype(who, nominal_dtype)
         if type(axis) is not int or axis not in (-1, 0):
-            raise ValueError(f"{who}: -1 or 0 is required as axis, got {described(axis)}")
+            raise ValueError(f"{who}: -1 or 0 is required as axis, got {shown(axis)}")
         return cls._make(size, stride, nominal_dtype, face.qdata.device)
 
     def __init__(
