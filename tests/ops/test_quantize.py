@@ -392,7 +392,10 @@ def test_known_amaxes_of_what_the_rowwise_face_holds(source, column, run, device
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize("cast", [cast for cast in CASTS if cast.stream < 0], ids=str)
+OF_TRANSPOSE = [cast for cast in CASTS if cast.stream < 0 and not (cast.rule and cast.format.is_square)]
+
+
+@pytest.mark.parametrize("cast", OF_TRANSPOSE, ids=str)
 def test_what_is_stored_transposed_is_not_copied(cast, run, device, monkeypatch):
     """As weights of GPT-2 are: the faces of the transpose are cast, and swapped."""
     monkeypatch.setattr(kernel, "_readable_copy", lambda x: pytest.fail("copied"))

@@ -10,6 +10,7 @@ import tiers
 import torch
 import torch.nn.functional as F
 from casting import cast_of
+from fp4_oracles import nearly_tied
 from kernels import require_kernels
 
 from hybridtensor.ops import CastInputs, CastRequest, Groups
@@ -103,6 +104,15 @@ def test_stacks(device, index):
         if device != "cpu" or number % 3 == index % 3:
             check(w, Groups(2), request)
             check(turned, Groups(2), request)
+
+
+@pytest.mark.parametrize("rule", ["mae", "mse"])
+def test_errors_of_matrices_that_lie_transposed_are_added_up_in_order(device, rule):
+    """Where two scales are as good as each other, the order of a sum's terms decides."""
+    require_kernels(device)
+    cast = cast_of("nvfp4_16x16_max256", rule=rule)
+    tied = torch.stack([nearly_tied(64, 64, 16)] * 2).to(device)
+    check(tied.transpose(-2, -1), Groups(2), CastRequest(cast, cast))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -52,9 +52,11 @@ def casts_transpose(x: Tensor, request: CastRequest, inputs: CastInputs = NO_INP
         return False
     if request.source is not None or inputs.prologue is not None:
         return False
-    # Draws are numbered along rows, and what pads a last block is written by columnwise faces only.
-    if any(cast is not None and cast.stream >= 0 for cast in request[:2]):
-        return False
+    for cast in request[:2]:
+        # Draws are numbered along rows, in which order the errors of a square block are added up, too.
+        if cast is not None and (cast.stream >= 0 or (cast.rule and cast.format.is_square)):
+            return False
+    # What pads a last block is written by columnwise faces only.
     if request.column is not None and x.shape[-2] % request.column.format.step:
         return False
     # Amaxes of rows, of which the largest is that of the tensor, belong to rows of the matrix.
