@@ -22,7 +22,7 @@ from hybridtensor.subclasses.high_precision import HighPrecisionValues
 FORMER_NAMES: dict[str, Callable[..., object]] = {
     "hybridtensor.config.HybridConfig": HybridConfig,
     "hybridtensor.config.QuantizerRole": QuantizerRole,
-    "hybridtensor.convert._keep_recipe_on_assign": state_dicts.keep_recipe_on_assign,
+    "hybridtensor.convert._keep_recipe_on_assign": state_dicts.before_loading,
     "hybridtensor.convert._plain_values": state_dicts.plain_values,
     "hybridtensor.state.DelayedRule": DelayedRule,
     "hybridtensor.state.LayerState": LayerState,

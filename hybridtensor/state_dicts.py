@@ -36,9 +36,9 @@ def plain_values(
 
 
 def keep_recipe_(module: nn.Module) -> None:
-    """Preserve the recipes of a module's weights in ``load_state_dict(assign=True)``."""
+    """Load what a module's weights are quantized by before them, and preserve their recipes."""
     if not getattr(module, "_hybridtensor_load_hook", False):
-        module.register_load_state_dict_pre_hook(keep_recipe_on_assign)
+        module.register_load_state_dict_pre_hook(before_loading)
         module.__dict__["_hybridtensor_load_hook"] = True
 
 
@@ -47,20 +47,26 @@ def drop_hooks(module: nn.Module) -> None:
     # torch's private tables: a handle of each hook would be one more thing that is copied with it
     for table in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
         for key, hook in list(table.items()):
-            if getattr(hook, "hook", hook) in (plain_values, keep_recipe_on_assign):
+            if getattr(hook, "hook", hook) in (plain_values, before_loading):
                 del table[key]
     for name in ("_hybridtensor_save_hook", "_hybridtensor_load_hook"):
         module.__dict__.pop(name, None)
 
 
-def keep_recipe_on_assign(
+def before_loading(
     module: nn.Module,
     state_dict: dict[str, Tensor],
     prefix: str,
     local_metadata: dict[str, object],
     *_: object,
 ) -> None:
-    """Give loaded tensors the model's recipes in ``load_state_dict(assign=True)``."""
+    """Load the scales that values are quantized by, and give tensors the model's recipes with ``assign=True``."""
+    for name, state in module._modules.items():
+        if isinstance(state, LayerState):
+            # torch loads a module's parameters before its submodules, and then this again, with its errors
+            state._load_from_state_dict(
+                state_dict, f"{prefix}{name}.", local_metadata, False, [], [], []
+            )
     # Values belong to the checkpoint, the recipe to the model: without this hook a plain checkpoint would silently
     # turn quantization off.
     if not local_metadata.get("assign_to_params_buffers"):

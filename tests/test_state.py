@@ -820,6 +820,19 @@ def test_a_weight_whose_step_is_in_a_cuda_graph_keeps_no_face(monkeypatch):
         assert row.scale.item() == 1 / factor
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_loaded_values_are_quantized_by_the_scales_that_are_loaded_with_them(assign):
+    """Oracle: the weight in high precision, which quantizes its values when it is used."""
+    trained = model("fp8_delayed")
+    train(trained, torch.optim.SGD(trained.parameters(), lr=1e-3), 3)
+    layers = nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)).to(torch.bfloat16)
+    loaded = ht.quantize_(layers, "fp8_delayed", persistent=True)
+    loaded.load_state_dict(trained.state_dict(), assign=assign)
+    x = random_tensor(64, 32, seed=9)
+    assert trained[0].quantization_state.encode_scale[1] != 1
+    assert torch.equal(loaded(x), trained(x))
+
+
 def test_loading_keeps_the_notes_where_they_are():
     """CUDA graphs hold their address."""
     net = model(DELAYED)
