@@ -48,6 +48,7 @@ class Ranks:
         who: Name of the operation, for errors.
         group: Process group of these ranks; None is all ranks.
         timeout: Longest wait for a rank.
+        advice: What else to do if a rank does not come than to start again.
 
     Attributes:
         rank: This rank, in the group.
@@ -55,7 +56,11 @@ class Ranks:
     """
 
     def __init__(
-        self, who: str, group: dist.ProcessGroup | None, timeout: datetime.timedelta
+        self,
+        who: str,
+        group: dist.ProcessGroup | None,
+        timeout: datetime.timedelta,
+        advice: str = "",
     ) -> None:
         require_group(who, group)
         require_timeout(who, timeout)
@@ -63,7 +68,7 @@ class Ranks:
         self.rank, self.size = 0, 1
         self._group: dist.ProcessGroup | None = None
         self._known: Groups = {}
-        self._timeout = timeout
+        self._timeout, self._advice = timeout, advice
         known = dist.is_available() and dist.is_initialized()
         # torch's, of one process that stands for all
         if known and dist.get_backend(group) != "fake":
@@ -73,7 +78,9 @@ class Ranks:
         members = dist.get_process_group_ranks(group or dist.group.WORLD)
         if len(members) < dist.get_world_size():
             self._group = group
-            _meet(who, members, timeout)  # the group waits for as long as its own timeout says
+            _meet(
+                who, members, timeout, advice
+            )  # the group waits for as long as its own timeout says
             return
         # The group stays for the next time: ending one while a rank still reads what another sent can lose it. A rank
         # that loses another one does end it, so that all others raise at once.
@@ -84,7 +91,7 @@ class Ranks:
 
     def _new_group(self, members: list[int]) -> dist.ProcessGroup:
         """Create the gloo group after every rank has arrived, so that a missing rank is reported by number."""
-        _meet(self.who, members, self._timeout)
+        _meet(self.who, members, self._timeout, self._advice)
         # gloo tries five times to reach a rank that is gone, each time for as long as its timeout.
         # All ranks are here, so that it is short while they connect; ``_set_pg_timeout`` is private
         # to torch, and a torch without it fails here.
@@ -163,7 +170,7 @@ def _world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _meet(who: str, members: list[int], timeout: datetime.timedelta) -> None:
+def _meet(who: str, members: list[int], timeout: datetime.timedelta, advice: str) -> None:
     """Wait until every rank of a group has arrived; raise RuntimeError with the number of a missing one."""
     # Private to torch: the store that ranks found each other by. Groups are made of it too, which
     # takes part after part and waits for each anew, and does not tell for whom.
@@ -195,7 +202,7 @@ def _meet(who: str, members: list[int], timeout: datetime.timedelta) -> None:
         what = "ended before" if left else f"did not come within {timeout}"
         raise RuntimeError(
             f"{who}: rank{'s' if len(names) > 1 else ''} {', '.join(names)} {what}; start again "
-            "from the last intact step"
+            f"from the last intact step{advice and f', or {advice}'}"
         )
 
 
@@ -221,7 +228,7 @@ def require_alike(
     """Raise RuntimeError on every rank unless all have the same facts, by name; ``advice`` ends the message."""
     digest, found = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest(), ""
     for group in groups:
-        ranks = Ranks(who, group, timeout)
+        ranks = Ranks(who, group, timeout, advice)
         if ranks.size == 1:
             continue
         # what was found along one dimension is for the ranks along the others, too
