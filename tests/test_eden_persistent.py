@@ -82,6 +82,18 @@ def test_trains_as_weights_in_high_precision(recipe):
     assert not torch.equal(*found[:: len(found) // COUNT][:2])
 
 
+def test_autocast_does_not_round_what_the_rowwise_face_holds():
+    """Of gradients of inputs, which the columnwise faces are for."""
+    found = []
+    for persistent in (True, False):
+        x, made = tokens(0).requires_grad_(), model(persistent=persistent)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = made(x).float().square().mean()
+        loss.backward()
+        found.append([loss.detach(), x.grad, made.first.bias.grad])
+    assert same(*found)
+
+
 def test_it_is_the_rowwise_face_alone():
     made = model()
     held = {name: [p.rowwise, p.columnwise] for name, p in made.named_parameters() if isinstance(p, ht.HybridTensor)}
