@@ -35,7 +35,7 @@ def step(layer: nn.Module, tokens: int, *, uses: int = 1, write: bool = True) ->
 
     def run() -> None:
         if write and isinstance(weight, ht.MasterWeight):
-            weight.note_write()
+            weight.mark_written()
             ht.step_(layer)
         for _ in range(uses):
             weight.grad = x.grad = None

@@ -47,10 +47,10 @@ class _Recorder:
         self.inside: list[str] = []
         self._names = {id(module): name for name, module in model.named_modules()}
 
-    def note_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
-        """See ``Observer.note_operand``: of no interest here."""
+    def observe_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
+        """See ``Observer.observe_operand``: of no interest here."""
 
-    def note_product(
+    def observe_product(
         self, layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype
     ) -> None:
         a, b = (
@@ -63,7 +63,7 @@ class _Recorder:
             extent = left.qdata.shape[1] * left.format.elements_per_byte
             self.operations += 2 * rows * columns * extent
 
-    def note_read(self, layer: object, reader: str) -> None:
+    def observe_read(self, layer: object, reader: str) -> None:
         if not any(name in reader for name in NO_VALUES):
             self.reads[id(layer), reader, self.inside[-1] if self.inside else ""] += 1
 

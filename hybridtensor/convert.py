@@ -49,7 +49,7 @@ from hybridtensor.selection import (
     choose,
     coverage,
     keeping,
-    note_left_alone,
+    mark_left_alone,
     with_layouts,
 )
 from hybridtensor.state import LayerState
@@ -161,7 +161,7 @@ def _carry_out(
 
 def _finish(model: nn.Module, plan: Plan, root: str) -> None:
     """Set up hooks and sharing of inputs in the modules that contain the converted layers."""
-    note_left_alone(layers_of(model, root), plan)
+    mark_left_alone(layers_of(model, root), plan)
     _share_inputs(model, plan, root)
     _give_plain_values_to_all(model)
 
@@ -370,7 +370,7 @@ def _requantize(weight: HybridTensor, config: HybridConfig) -> None:
         weight.rowwise, weight.columnwise, weight.config = made.rowwise, made.columnwise, config
     # Existing aliases keep the former faces
     weight.record = weight.record.with_values(weight.high_precision.moved())
-    weight.high_precision.note_quantized(values)
+    weight.high_precision.mark_quantized(values)
 
 
 @register_quantize_module_handler(HybridConfig)  # type: ignore[untyped-decorator]

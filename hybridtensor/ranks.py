@@ -196,7 +196,7 @@ def _meet(who: str, members: list[int], timeout: datetime.timedelta, advice: str
         ) from error
     if missing:
         # Take back a meeting that did not come about, so that the next try of all is the same one.
-        # Who was there stays noted: others may be about to look, and would miss the wrong rank.
+        # Who was there stays recorded: others may be about to look, and would miss the wrong rank.
         counts[key] -= 1
         names = left or missing
         what = "ended before" if left else f"did not come within {timeout}"

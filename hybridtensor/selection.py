@@ -133,13 +133,13 @@ def keeping(plan: Plan, keep_faces: str | None) -> Plan:
     ]
 
 
-def note_left_alone(layers: Iterable[Layer], plan: Plan) -> None:
+def mark_left_alone(layers: Iterable[Layer], plan: Plan) -> None:
     """Record on modules which convertible ``layers`` the caller left out of the plan."""
     chosen = {layer.name for layer, _ in plan}
     for layer in layers:
         if layer.name not in chosen and layer.why_skipped() is None:
-            noted = layer.module.__dict__.get(_LEFT_ALONE, frozenset())
-            layer.module.__dict__[_LEFT_ALONE] = noted | {layer.parameter}
+            known = layer.module.__dict__.get(_LEFT_ALONE, frozenset())
+            layer.module.__dict__[_LEFT_ALONE] = known | {layer.parameter}
 
 
 def is_left_alone(layer: Layer) -> bool:

@@ -68,7 +68,7 @@ def test_gradients_are_bitwise_those_without(spec, way, persistent, device):
 
 
 class Spy(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes which operators run."""
+    """ReturnedAmaxes which operators run."""
 
     def __init__(self):
         super().__init__()

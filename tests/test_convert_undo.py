@@ -151,7 +151,7 @@ def test_a_factory_that_refuses_the_last_layer():
 
 STEPS = (
     "swap", "set_recipe", "keep_recipe_", "give_plain_values_", "apply_in_place_", "share_between_layers_of",
-    "persistent_weight", "refresh_all_", "measure_common_scales", "quantize_weight", "note_left_alone",
+    "persistent_weight", "refresh_all_", "measure_common_scales", "quantize_weight", "mark_left_alone",
 )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ class _Told:
         self._calls: dict[int, tuple[object, dict[str, Tensor]]] = {}
         self._now: object = None
 
-    def note_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
+    def observe_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
         if id(layer) in self._stacks:
             self._now = call
             known = values.dequantize() if isinstance(values, WrapperTensor) else values
@@ -70,7 +70,7 @@ class _Told:
             self._calls.setdefault(id(call), (call, {}))[1][role] = known.detach()
 
     @torch.no_grad()
-    def note_product(
+    def observe_product(
         self, layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype
     ) -> None:
         one, (_, operands) = self._stacks.get(id(layer)), self._calls.get(id(self._now), (None, {}))
@@ -83,8 +83,8 @@ class _Told:
         if gemm == "grad_weight" or self._now is None:
             self._calls.pop(id(self._now), None)
 
-    def note_read(self, layer: object, reader: str) -> None:
-        """See ``Observer.note_read``: of no interest here."""
+    def observe_read(self, layer: object, reader: str) -> None:
+        """See ``Observer.observe_read``: of no interest here."""
 
 
 def _by_expert(

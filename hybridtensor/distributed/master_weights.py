@@ -266,7 +266,7 @@ def _write(part: Fragment, row: Face | Tensor | None, column: Face | Tensor | No
         "quantize_master_weights", weight, (None if weight.rowwise is None else whole_row, made)
     )
     weight.high_precision.release_original()  # the masters are the caller's
-    weight.high_precision.note_copied(weight.dequantize, weight.taken)
+    weight.high_precision.mark_copied(weight.dequantize, weight.taken)
 
 
 def _whole(part: Fragment, direction: str, face: Face | Tensor | None) -> Face | None:

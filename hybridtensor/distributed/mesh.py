@@ -13,7 +13,7 @@ from hybridtensor.arguments import require_group, require_kind, require_module, 
 from hybridtensor.dtensor import local
 from hybridtensor.linear.grouped import first_expert
 from hybridtensor.linear.layer_forward import recipe_of
-from hybridtensor.linear.tensor_parallel import note_section
+from hybridtensor.linear.tensor_parallel import mark_section
 from hybridtensor.state import LayerState, TrainingRanks
 from hybridtensor.state.contract import require_contract
 from hybridtensor.state.training import layer_states
@@ -80,7 +80,7 @@ def set_mesh_(
     require_contract("set_mesh_", model, ranks.groups)
     for state in _states(model):
         state.ranks = ranks
-    _note_parts(model, parts, _dimensions(mesh, "ep", ep))
+    _mark_parts(model, parts, _dimensions(mesh, "ep", ep))
     return model
 
 
@@ -94,7 +94,7 @@ def _part_of_batch(mesh: DeviceMesh, batch: Iterable[str]) -> int:
     return rank
 
 
-def _note_parts(model: nn.Module, parts: tuple[str, ...], experts: tuple[str, ...]) -> None:
+def _mark_parts(model: nn.Module, parts: tuple[str, ...], experts: tuple[str, ...]) -> None:
     """Record the mesh dimensions that shard layers (``parts``) and experts, on every weight."""
     for parameter in model.parameters():
         part = local(parameter)
@@ -102,7 +102,7 @@ def _note_parts(model: nn.Module, parts: tuple[str, ...], experts: tuple[str, ..
             continue
         known = parameter.device_mesh.mesh_dim_names or ()
         if part.dim() != 3:
-            note_section(parameter, part, [known.index(name) for name in parts if name in known])
+            mark_section(parameter, part, [known.index(name) for name in parts if name in known])
             continue
         spread = [known.index(name) for name in experts if name in known]
         if spread or part.record.first is None:

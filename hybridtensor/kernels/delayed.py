@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from hybridtensor.kernels.numbers import FP32_MAX
-from hybridtensor.kernels.tiles import raise_note
+from hybridtensor.kernels.tiles import record_amax
 
 
 @triton.jit
@@ -54,4 +54,4 @@ def raise_kernel(address, amaxes, size, BLOCK: tl.constexpr):
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amaxes + i, mask=i < size, other=0.0)
-    raise_note(address, i, amax, i < size)
+    record_amax(address, i, amax, i < size)

@@ -141,7 +141,7 @@ class FaceConstants(NamedTuple):
         stochastic: Whether elements are rounded at random.
         pack: Whether rows of elements begin at multiples of the 32 bits that are stored at once.
         overflow: The encode scale that stands for one beyond fp32.
-        note: Whether the amax is noted.
+        record: Whether the amax is recorded.
         store: Whether it is wanted, not only what it holds.
         step: Entries along the contraction are stored up to a multiple of this, the last ones zeros; 1 where there are
             as many anyway.
@@ -159,7 +159,7 @@ class FaceConstants(NamedTuple):
     stochastic: bool = False
     pack: bool = False
     overflow: float = 0.0
-    note: bool = False
+    record: bool = False
     store: bool = True
     step: int = 1
     values: bool = False

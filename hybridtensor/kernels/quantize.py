@@ -45,8 +45,8 @@ from hybridtensor.kernels.tiles import (
     blocks,
     largest,
     load_tile,
-    raise_note,
     raise_to,
+    record_amax,
     rows_of_tile,
     spread,
 )
@@ -98,16 +98,16 @@ def _cast_fp8(v, out, state, slot, also, place, FACE: tl.constexpr, TILE: tl.con
     if FACE.kind == GIVEN:
         factor = tl.load(state.factors + slot)
         scale = tl.div_rn(1.0, factor)
-        if FACE.note:
+        if FACE.record:
             amax = tl.max(tl.max(tl.abs(v), 1), 0)
-            raise_note(state.amaxes, slot, amax, slot >= 0)
+            record_amax(state.amaxes, slot, amax, slot >= 0)
             # The slot of the other face, where that has a scale of its own for the same values.
-            raise_note(state.amaxes, also, amax, (also >= 0) & (also != slot))
+            record_amax(state.amaxes, also, amax, (also >= 0) & (also != slot))
         y = v * factor
         unit = scale
     elif FACE.kind == TENSOR:
         factor, scale = encode_scale(_amax_of_tensor(out, FACE), FACE.e5m2, FACE.pow2, FACE.overflow)
-        if FACE.note:
+        if FACE.record:
             amax = tl.max(tl.max(tl.abs(v), 1), 0)
             raise_to(state.amaxes, amax, amax >= 0)
         y = v * factor

@@ -124,7 +124,7 @@ def raise_to(target, amax, mask):
 
 
 @triton.jit
-def raise_note(record, slot, amax, mask):
+def record_amax(record, slot, amax, mask):
     """Raise the recorded amax of scale ``slot`` in fp32 ``[S]``, or at an int64 address; 0 records nothing."""
     if record.dtype.element_ty == tl.int64:
         at = tl.load(record)

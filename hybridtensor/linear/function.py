@@ -30,7 +30,7 @@ from hybridtensor.linear.products import Backward, output
 from hybridtensor.linear.two_parts import requested_gradients
 from hybridtensor.linear.weight_operands import weight_operand
 from hybridtensor.ops import Groups
-from hybridtensor.ops.amaxes import Notes
+from hybridtensor.ops.amaxes import ReturnedAmaxes
 from hybridtensor.ops.autograd import Ctx, Function
 from hybridtensor.ops.library import is_traced, runs_directly
 from hybridtensor.ops.order import in_backward, node_of
@@ -38,7 +38,7 @@ from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context, LayerState, StateTensors
 from hybridtensor.subclasses import HybridTensor, IdentityTensor
-from hybridtensor.subclasses.observing import note_operand, note_product, observers
+from hybridtensor.subclasses.observing import observe_operand, observe_product, observers
 from hybridtensor.subclasses.operators.matmul import require_reader, take_face
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -142,7 +142,7 @@ def quantized_linear(
     state = of_weight.state
     if training and state is not None and state.step_amax is not None:
         before = input.record.amaxes if isinstance(input, HybridTensor) else None
-        of_graph = isinstance(before, Notes)
+        of_graph = isinstance(before, ReturnedAmaxes)
         # Provisional amaxes of this forward, which its backward commits: a forward without backward changes no state.
         state = state._replace(amax=before) if of_graph else state.provisional()
     context = Context(
@@ -207,9 +207,9 @@ def _forward(
         layer.__dict__["multiplied"] = True
     if observers:
         key = x if any(needs) else None
-        note_operand(layer, "input", input, key)
-        note_operand(layer, "weight", weight, key)
-        note_product(layer, "output", left, right, dtype)
+        observe_operand(layer, "input", input, key)
+        observe_operand(layer, "weight", weight, key)
+        observe_product(layer, "output", left, right, dtype)
     if left.format.is_identity and right.format.is_identity and left.groups is None:
         return _plain_linear(_values(input, dtype), right.qdata, bias, needs), x, w
     out = output(left, right, bias, dtype, call.context.direct)
@@ -222,7 +222,7 @@ class _Ctx(Ctx):
 
     products: Backward
     has_groups: bool
-    num_noted: int
+    num_amaxes: int
     nodes: Sequence[fx.Node | None]
     input_shape: torch.Size
     input_contiguous: bool
@@ -240,10 +240,10 @@ class _Linear(Function):
         ctx.has_groups = (
             groups is not None
         )  # saved below, so that autograd detects writes of their ends
-        noted = ctx.products.noted() if traced else []
-        ctx.num_noted = len(noted)
+        graph_amaxes = ctx.products.graph_amaxes() if traced else []
+        ctx.num_amaxes = len(graph_amaxes)
         # In this order: backward pops them from the end.
-        ctx.save_for_backward(*saved, *([] if groups is None else [groups.ends]), *noted)
+        ctx.save_for_backward(*saved, *([] if groups is None else [groups.ends]), *graph_amaxes)
         ctx.nodes = [node_of(tensor) for tensor in saved] if traced else ()
         ctx.input_shape, ctx.input_contiguous = input.shape, input.is_contiguous()
         return out
@@ -255,7 +255,7 @@ class _Linear(Function):
         saved, products = list(ctx.saved_tensors), ctx.products
         for tensor, node in zip(saved, ctx.nodes, strict=False):
             _require_node(tensor, node)
-        noted = [saved.pop() for _ in range(ctx.num_noted)] if ctx.num_noted else []
+        graph_amaxes = [saved.pop() for _ in range(ctx.num_amaxes)] if ctx.num_amaxes else []
         if ctx.has_groups:
             products = products.with_ends(saved.pop())
         grad = grad_output if isinstance(grad_output, HybridTensor) else tokens(grad_output)
@@ -265,7 +265,7 @@ class _Linear(Function):
             asked = requested_gradients(ctx, asked, lambda: _layer_of(products.context.state))
         stays = in_backward() if traced else _NOTHING  # FSDP2 gathers faces after a graph's forward
         with torch._C.DisableTorchFunctionSubclass(), stays:  # attributes would pass through
-            gradients = products.gradients(grad, saved, noted, asked, direct)
+            gradients = products.gradients(grad, saved, graph_amaxes, asked, direct)
         grad_input, grad_weight, grad_bias = gradients
         if grad_input is not None:
             grad_input = grad_input.view(ctx.input_shape)

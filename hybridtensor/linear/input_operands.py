@@ -29,7 +29,7 @@ from hybridtensor.linear.operands import (
 )
 from hybridtensor.linear.sharing import Reading, reading
 from hybridtensor.ops import Face, after
-from hybridtensor.ops.amaxes import AmaxRecord, Notes
+from hybridtensor.ops.amaxes import AmaxRecord, ReturnedAmaxes
 from hybridtensor.ops.library import is_traced
 from hybridtensor.ops.order import can_recompute, is_in_region, prefer_recompute
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
@@ -64,9 +64,9 @@ class KeptInput(Operand):
         context: Context,
         sharing: SharedFace,
         recomputed: bool,
-        noted: Tensor | Notes | None,
+        amax_record: Tensor | ReturnedAmaxes | None,
     ) -> None:
-        super().__init__(row, None, noted)
+        super().__init__(row, None, amax_record)
         self._x: Tensor | None = x
         self._after: Tensor | None = None
         self._config, self._dtype, self._context = config, dtype, context
@@ -111,9 +111,9 @@ class ShardedInput(Operand):
         config: HybridConfig,
         dtype: torch.dtype,
         context: Context,
-        noted: Tensor | Notes | None,
+        amax_record: Tensor | ReturnedAmaxes | None,
     ) -> None:
-        super().__init__(row, columnwise_face(face.source, dtype, "grad_weight"), noted)
+        super().__init__(row, columnwise_face(face.source, dtype, "grad_weight"), amax_record)
         self._sequence, self._quantize, self._sharing = face.sequence, face.quantize, face.sharing
         self._shape = face.source.shape
         self._config, self._dtype, self._context = config, dtype, context
@@ -186,15 +186,17 @@ def input_operand(
         at_once = for_products(context, dtype, row=True, column=False)
         if kept:
             at_once = measured_in_backward(at_once, config.input)
-        if read.noted is not None and at_once.state is not None:
-            at_once = at_once._replace(state=at_once.state._replace(amax=read.noted))
+        if read.amax_record is not None and at_once.state is not None:
+            at_once = at_once._replace(state=at_once.state._replace(amax=read.amax_record))
         read.faces = config.input.faces(
             input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype, context=at_once
         )
     row, column = read.faces
     if kept:
-        return KeptInput(row, input, config, dtype, context, read.columnwise, free, read.noted)
-    return Operand(row, column, read.noted)
+        return KeptInput(
+            row, input, config, dtype, context, read.columnwise, free, read.amax_record
+        )
+    return Operand(row, column, read.amax_record)
 
 
 def _reading_by_state(
@@ -219,7 +221,7 @@ def _reading_by_state(
         how = *how, lineage, state.slots, record is None
         read = reading(input, weight.record, how, context)
     if read.faces is None and record is not None and state.encode_scale is not None:
-        read.noted = record.provisional()
+        read.amax_record = record.provisional()
     return read
 
 
@@ -296,15 +298,15 @@ def quantized_operand(
     row = rowwise_face(
         as_matrix(take_face(input, "rowwise", name="input", gemm="output")), dtype, "output"
     )
-    noted = input.record.amaxes if isinstance(input, HybridTensor) else None
+    amax_record = input.record.amaxes if isinstance(input, HybridTensor) else None
     if context.groups is not None:
         return _of_tokens(input, row._replace(groups=context.groups), needs, dtype, config, context)
     if not needs.weight:
-        return Operand(row, None, noted)
+        return Operand(row, None, amax_record)
     column = take_face(input, "columnwise", name="input", gemm="grad_weight")
     if isinstance(column, ShardedFace):
-        return ShardedInput(row, column, config, dtype, context, noted)
-    return Operand(row, columnwise_face(as_matrix(column), dtype, "grad_weight"), noted)
+        return ShardedInput(row, column, config, dtype, context, amax_record)
+    return Operand(row, columnwise_face(as_matrix(column), dtype, "grad_weight"), amax_record)
 
 
 def _of_tokens(

@@ -17,7 +17,7 @@ from hybridtensor.linear.operands import Weight
 from hybridtensor.ops.autograd import Function
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.intercepting import name_of_weights
-from hybridtensor.subclasses.observing import note_read
+from hybridtensor.subclasses.observing import observe_read
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 
 T = TypeVar("T", bound=Callable[..., object])
@@ -97,7 +97,7 @@ class _Rows(Function):
 
     @staticmethod
     def forward(ctx: object, weight: HybridTensor) -> Tensor:
-        note_read(weight, "embedding")
+        observe_read(weight, "embedding")
         return weight.rows().detach()
 
     @staticmethod
@@ -147,7 +147,7 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     _require_only_operands("matmul", others)
     if is_weight(left) and is_weight(right):
         for weight in (left, right):
-            note_read(weight, "a product of two weights")
+            observe_read(weight, "a product of two weights")
         return torch.matmul(_Values.apply(left), _Values.apply(right))
     if is_weight(right):
         return _times(left, right.transpose(-2, -1))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.ops import Face, FaceKind, Faces
-from hybridtensor.ops.amaxes import Notes
+from hybridtensor.ops.amaxes import ReturnedAmaxes
 from hybridtensor.quantizers import tokens
 from hybridtensor.subclasses import (
     FaceTensor,
@@ -56,7 +56,7 @@ class Needs(NamedTuple):
 
 
 class Operand:
-    """An operand whose faces exist; ``noted`` has their amaxes if they belong to no single forward.
+    """An operand whose faces exist; ``amax_record`` has their amaxes if they belong to no single forward.
 
     ::
 
@@ -64,12 +64,15 @@ class Operand:
         y = ht.linear.linear(x, weight, operand=ht.linear.Operand(row, column))
     """
 
-    __slots__ = ("_column", "_kind", "_noted", "_row")
+    __slots__ = ("_amax_record", "_column", "_kind", "_row")
 
     def __init__(
-        self, row: Face | None, column: Face | None, noted: Tensor | Notes | None = None
+        self,
+        row: Face | None,
+        column: Face | None,
+        amax_record: Tensor | ReturnedAmaxes | None = None,
     ) -> None:
-        self._row, self._column, self._noted = row, column, noted
+        self._row, self._column, self._amax_record = row, column, amax_record
         self._kind: FaceKind | None = None
 
     def rowwise(self) -> Face:
@@ -85,9 +88,9 @@ class Operand:
         self._kind = FaceKind(column.format, column.dequantized_rowwise)
         return column.tensors()
 
-    def noted(self) -> Tensor | Notes | None:
+    def amax_record(self) -> Tensor | ReturnedAmaxes | None:
         """Return the tensor that has the faces' amaxes, or None if they are in that of this forward."""
-        return self._noted
+        return self._amax_record
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
         """Start asynchronous work that ``columnwise`` waits for, once the gradient exists."""

@@ -21,13 +21,13 @@ from torch import Tensor
 from hybridtensor import ops
 from hybridtensor.linear.operands import Needs, Operand, faces_of
 from hybridtensor.ops import Face, after
-from hybridtensor.ops.amaxes import Notes, commit
+from hybridtensor.ops.amaxes import ReturnedAmaxes, commit
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.observing import (
-    note_operand,
-    note_product,
+    observe_operand,
+    observe_product,
     observers,
     values_of_products,
 )
@@ -93,10 +93,14 @@ class Backward(NamedTuple):
         backward = cls(input, weight, len(of_input), config, needs, context, layer)
         return backward, [*of_input, *weight.save()]
 
-    def noted(self) -> list[Tensor]:
+    def graph_amaxes(self) -> list[Tensor]:
         """Return the amaxes that forward measured in a graph; they are saved for backward."""
         state = self.context.state
-        return state.amax.tensors if state is not None and isinstance(state.amax, Notes) else []
+        return (
+            state.amax.tensors
+            if state is not None and isinstance(state.amax, ReturnedAmaxes)
+            else []
+        )
 
     def with_ends(self, ends: Tensor) -> Backward:
         """Return this object with the saved offsets of tokens."""
@@ -110,7 +114,7 @@ class Backward(NamedTuple):
         self,
         grad: Tensor,
         saved: list[Tensor],
-        noted: Sequence[Tensor] = (),
+        graph_amaxes: Sequence[Tensor] = (),
         asked: Needs | None = None,
         direct: bool = False,
     ) -> Gradients:
@@ -120,13 +124,13 @@ class Backward(NamedTuple):
             grad: The output's gradient, ``[tokens, out_features]``; or of any shape, where it was
                 quantized before it came here.
             saved: What ``save`` returned.
-            noted: What ``noted`` returned in forward.
+            graph_amaxes: What ``graph_amaxes`` returned in forward.
             asked: Which of the needed gradients this backward computes, all by default; another one computes the rest.
             direct: Whether no mode or tracer observes operators on the gradient; see ``runs_directly``.
         """
         needs, count, dtype = self.needs if asked is None else asked, self.num_saved, grad.dtype
         fast = self.config.fast_accum  # else in fp32: long sums of one sign lost up to 29 %
-        done = self._note_backward(noted, grad)
+        done = self._begin_backward(graph_amaxes, grad)
         if needs.weight:
             # Gathered while the gradient is cast and multiplied
             self.input.begin(saved[:count], grad)
@@ -143,13 +147,13 @@ class Backward(NamedTuple):
             ):
                 done = None  # the casts come after it
         if observers:
-            note_operand(self.layer, "grad_output", grad, self.input)
+            observe_operand(self.layer, "grad_output", grad, self.input)
         grad_input = grad_weight = None
         if row is not None:
             self.weight.begin(saved[count:], row.qdata)
             right = self.weight.columnwise(saved[count:])
             if observers:
-                note_product(self.layer, "grad_input", row, right, dtype)
+                observe_product(self.layer, "grad_input", row, right, dtype)
             grad_input = ops.product(row, right, out_dtype=dtype, fast_accum=fast, direct=direct)
             row = None  # its memory is for the weight's gradient
         self.weight.release(used=needs.input or not self.needs.input)  # room for what follows
@@ -158,7 +162,7 @@ class Backward(NamedTuple):
             if column.groups is not None:
                 right = right._replace(groups=column.groups)
             if observers:
-                note_product(self.layer, "grad_weight", column, right, dtype)
+                observe_product(self.layer, "grad_weight", column, right, dtype)
             grad_weight = ops.product(
                 column, right, out_dtype=dtype, fast_accum=fast, direct=direct
             )
@@ -171,7 +175,7 @@ class Backward(NamedTuple):
         """Commit the amaxes of forward and backward; in a graph the gradients depend on ``done``, so that the commit is
         not dropped."""
         if self.context.state is not None:
-            self.context.state.commit(self.weight.noted(), self.input.noted())
+            self.context.state.commit(self.weight.amax_record(), self.input.amax_record())
         if done is None:
             return gradients
         last = next(i for i in (2, 1, 0) if gradients[i] is not None)  # the smallest that is there
@@ -179,16 +183,20 @@ class Backward(NamedTuple):
             *(after(g, done) if i == last and g is not None else g for i, g in enumerate(gradients))
         )
 
-    def _note_backward(self, noted: Sequence[Tensor], grad: Tensor) -> Tensor | None:
+    def _begin_backward(self, graph_amaxes: Sequence[Tensor], grad: Tensor) -> Tensor | None:
         """Record that backward runs; in a graph commit the amaxes of forward, and return a tensor that later results
         must depend on."""
         state = self.context.state
         if state is None or not state.slots:
             return None
-        if isinstance(state.amax, Notes) and isinstance(state.step_amax, Tensor):
-            return commit(state.step_amax, list(noted), _plain_part(grad)) if noted else None
+        if isinstance(state.amax, ReturnedAmaxes) and isinstance(state.step_amax, Tensor):
+            return (
+                commit(state.step_amax, list(graph_amaxes), _plain_part(grad))
+                if graph_amaxes
+                else None
+            )
         if isinstance(self.layer, LayerState):
-            self.layer.note_backward(recorded=state.step_amax is not None)
+            self.layer.mark_backward(recorded=state.step_amax is not None)
         return None
 
 

@@ -32,11 +32,11 @@ _KEY: Any = "hybridtensor"  # of hooks, among the numbers of other hooks
 class Reading:
     """What sibling layers share of one input: its faces, what backward quantizes, and recorded amaxes."""
 
-    __slots__ = ("columnwise", "faces", "noted")
+    __slots__ = ("amax_record", "columnwise", "faces")
 
     def __init__(self) -> None:
         self.faces: Faces | None = None
-        self.noted: Tensor | None = None
+        self.amax_record: Tensor | None = None
         self.columnwise = SharedFace()
 
 

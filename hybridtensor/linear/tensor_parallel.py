@@ -92,7 +92,7 @@ def sharded_linear(input: Tensor, weight: DTensor, bias: DTensor | None = None) 
                 b = _Elsewhere.apply(b)
     # Every attribute of the weight would pass through its torch function.
     with torch._C.DisableTorchFunctionSubclass():
-        note_section(weight, w)
+        mark_section(weight, w)
         y = linear(x, w, b)
     # Given, because ``from_local`` takes shards for even ones: it multiplies this rank's extent by the number of
     # ranks.
@@ -100,7 +100,7 @@ def sharded_linear(input: Tensor, weight: DTensor, bias: DTensor | None = None) 
     return DTensor.from_local(y, mesh, out, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def note_section(weight: DTensor, part: Weight, dims: Sequence[int] | None = None) -> None:
+def mark_section(weight: DTensor, part: Weight, dims: Sequence[int] | None = None) -> None:
     """Record the local weight's section of the layer; raise ValueError if that cuts blocks of its formats."""
     # Private, one object for as long as the parameter is cut so: working out the section asks the mesh 20 times.
     record, spec = part.record, weight._spec

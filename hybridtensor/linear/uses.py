@@ -44,15 +44,15 @@ class Uses:
                 stacklevel=6,  # past the layer's call
             )
 
-    def note_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
-        """See ``Observer.note_operand``."""
+    def observe_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
+        """See ``Observer.observe_operand``."""
 
-    def note_product(
+    def observe_product(
         self, layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype
     ) -> None:
         self._multiplied = self._multiplied or layer is self._state
 
-    def note_read(self, layer: object, reader: str) -> None:
+    def observe_read(self, layer: object, reader: str) -> None:
         if layer is self._state:
             self._readers.append(reader)
 

@@ -95,8 +95,8 @@ class _Job:
         """Return the tensors that a cast needs besides the weight: amaxes to scale by, and where to record them."""
         context, kept = self._context, self.kept
         state = context.state
-        if state is not None and state.amax is not kept.noted:
-            context = context._replace(state=state._replace(amax=kept.noted))
+        if state is not None and state.amax is not kept.amax_record:
+            context = context._replace(state=state._replace(amax=kept.amax_record))
         return plan.inputs(self.plain, context, kept.amaxes)
 
     def keep(self, made: Faces) -> None:
@@ -194,7 +194,7 @@ class _Jobs:
             self._add((plan, None, 0), _Job(weight, stamp, context, kept))
 
     def _add(self, kind: Kind, job: _Job) -> None:
-        self.found.setdefault((kind, job.kept.noted is None), []).append(job)
+        self.found.setdefault((kind, job.kept.amax_record is None), []).append(job)
 
     def run(self) -> int:
         """Measure and cast the weights, one launch per kind, and cache the faces; return the number of elements."""
@@ -220,7 +220,7 @@ def _make_records(jobs: list[_Job], size: int) -> None:
     room = -(-size // _ALIGNED) * _ALIGNED
     memory = torch.zeros(len(jobs) * room, dtype=torch.float32, device=jobs[0].plain.device)
     for index, job in enumerate(jobs):
-        job.kept.noted = memory.as_strided((size,), (1,), index * room)
+        job.kept.amax_record = memory.as_strided((size,), (1,), index * room)
 
 
 def _weight_of(layer: nn.Module, name: str) -> MasterWeight | None:

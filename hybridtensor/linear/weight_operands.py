@@ -68,11 +68,11 @@ class MasterOperand(Operand):
             dtype=dtype,
             trained=self._training,
             backward_follows=needs.input,
-            noted=record,
+            amax_record=record,
             context=context,
             stamp=stamp,
         )
-        super().__init__(kept.row, None, kept.noted)
+        super().__init__(kept.row, None, kept.amax_record)
         self._weight: MasterWeight | None = weight
         self._dtype, self._config, self._record = dtype, weight.config, weight.record
 
@@ -105,7 +105,7 @@ class MasterOperand(Operand):
                 rowwise=False,
                 columnwise=True,
                 dtype=self._dtype,
-                noted=self._noted,
+                amax_record=self._amax_record,
                 context=self._context,
                 stamp=weight.stamp(self._dtype, seen),
             ).column
@@ -246,13 +246,13 @@ def weight_operand(
         if traced and weight.config.keep_faces != "always":
             return TracedMaster(weight, needs, dtype, state)
         records = state is not None and state.step_amax is not None and any(needs)
-        noted = state if records and state is not None and _is_delayed(state.slots) else None
+        recording = state if records and state is not None and _is_delayed(state.slots) else None
         if traced:
-            amax = None if noted is None else noted.amax
+            amax = None if recording is None else recording.amax
             return Operand(
-                *weight.faces(rowwise=True, columnwise=needs.input, dtype=dtype, noted=amax)
+                *weight.faces(rowwise=True, columnwise=needs.input, dtype=dtype, amax_record=amax)
             )
-        record = None if noted is None else noted.step_amax
+        record = None if recording is None else recording.step_amax
         record = record if isinstance(record, AmaxRecord) else None
         return MasterOperand(weight, needs, dtype, record, of_weight)
     gathered, quantizer = weight.is_gathered, weight.recipe.weight

@@ -26,7 +26,7 @@ _SPARE = 8
 _ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that are multiples of 16
 
 
-class Notes:
+class ReturnedAmaxes:
     """The amaxes that the casts of one traced forward return: fp32 ``[S]`` each, zero at unused scales."""
 
     def __init__(self, size: int) -> None:
@@ -171,26 +171,26 @@ def nowhere(device: torch.device) -> Tensor:
         return torch.zeros(1, dtype=torch.int64, device=device)
 
 
-def record_at(noted: Tensor | None) -> Tensor | None:
+def record_at(record: Tensor | None) -> Tensor | None:
     """Return the record that casts on a CPU write: the tensor, or the one at an address."""
-    if noted is None or noted.dtype != torch.int64:
-        return noted
-    address = int(noted)
-    return _memory(noted.device).at(address) if address else None
+    if record is None or record.dtype != torch.int64:
+        return record
+    address = int(record)
+    return _memory(record.device).at(address) if address else None
 
 
-def _commit_reference(address: Tensor, noted: list[Tensor], after: Tensor) -> Tensor:
+def _commit_reference(address: Tensor, amaxes: list[Tensor], after: Tensor) -> Tensor:
     record = record_at(address)
     if record is not None:
-        for amax in noted:
+        for amax in amaxes:
             raised = record[: len(amax)]
             raised.copy_(torch.maximum(raised, amax))
     return address.new_empty(0, dtype=torch.float32)
 
 
-def _commit_on_a_gpu(address: Tensor, noted: list[Tensor], after: Tensor) -> Tensor:
+def _commit_on_a_gpu(address: Tensor, amaxes: list[Tensor], after: Tensor) -> Tensor:
     with on_device(address.device):
-        for amax in noted:
+        for amax in amaxes:
             _raise_launch(len(amax))(address, amax.contiguous(), len(amax))
     return address.new_empty(0, dtype=torch.float32)
 
@@ -204,20 +204,20 @@ def _raise_launch(size: int) -> Launch:
 # The schema is silent about the write to the record, which is no tensor of the graph: what is returned has no
 # elements, and what follows depends on it.
 _COMMIT = define(
-    "commit(Tensor address, Tensor[] noted, Tensor after) -> Tensor",
+    "commit(Tensor address, Tensor[] amaxes, Tensor after) -> Tensor",
     reference=_commit_reference,
-    fake=lambda address, noted, after: address.new_empty(0, dtype=torch.float32),
+    fake=lambda address, amaxes, after: address.new_empty(0, dtype=torch.float32),
 )
 implement("commit", _commit_on_a_gpu)
 
 
-def commit(address: Tensor, noted: list[Tensor], after: Tensor) -> Tensor:
+def commit(address: Tensor, amaxes: list[Tensor], after: Tensor) -> Tensor:
     """Raise the record at an address to amaxes, and return an empty tensor for what has to come after.
 
     Args:
         address: int64 ``[1]``, of a record ``[S]``; 0 drops them.
-        noted: fp32 ``[S]`` each.
+        amaxes: fp32 ``[S]`` each.
         after: What is computed before, in backward: a compiler that cuts the graph into forward and backward would
             do in forward what depends on nothing of backward.
     """
-    return _COMMIT(address, noted, after)
+    return _COMMIT(address, amaxes, after)

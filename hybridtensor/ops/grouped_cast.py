@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridtensor.ops.amaxes import Notes
+from hybridtensor.ops.amaxes import ReturnedAmaxes
 from hybridtensor.ops.cast.grouped import grouped_cast
 from hybridtensor.ops.cast.prepared import Faces
 from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest, parse_request
@@ -36,13 +36,13 @@ def quantize_groups(x: Tensor, groups: Groups, request: CastRequest, inputs: Cas
     if x.is_cuda and runs_directly(x):
         made = by_kernels(x, groups, request, inputs)
     else:
-        noted = inputs.noted_amax
-        notes = noted.size if isinstance(noted, Notes) else 0
-        taken = inputs._replace(noted_amax=None) if notes else inputs
+        returned = inputs.amax_record
+        num_amaxes = returned.size if isinstance(returned, ReturnedAmaxes) else 0
+        taken = inputs._replace(amax_record=None) if num_amaxes else inputs
         given = x, groups.ends, groups.num_groups, groups.step, str(request)
-        made = _OP(*given, *taken[:4], after=inputs.after, notes=notes)
-        if isinstance(noted, Notes):
-            noted.tensors.append(made.pop())
+        made = _OP(*given, *taken[:4], after=inputs.after, num_amaxes=num_amaxes)
+        if isinstance(returned, ReturnedAmaxes):
+            returned.tensors.append(made.pop())
     marks = None if groups.ends is None else groups
     faces: list[Face | None] = []
     for cast in request[:2]:
@@ -135,17 +135,17 @@ def _operator(
     def on_arguments(
         x: Tensor, ends: Tensor | None, count: int, step: int, request: str, *inputs: object
     ) -> list[Tensor]:
-        taken, noted = _taken(x, *inputs)
-        return [*run(x, Groups(count, ends, step), parse_request(request), taken), *noted]
+        taken, returned = _taken(x, *inputs)
+        return [*run(x, Groups(count, ends, step), parse_request(request), taken), *returned]
 
     return on_arguments
 
 
 def _taken(x: Tensor, *inputs: Any) -> tuple[CastInputs, list[Tensor]]:
     """Convert the operator's arguments to a cast's inputs, and the amaxes to return, if any."""
-    taken, notes = CastInputs(*inputs[:4]), inputs[5] if len(inputs) > 5 else 0
-    noted = [x.new_zeros(notes, dtype=torch.float32)] if notes else []
-    return taken._replace(noted_amax=noted[0]) if noted else taken, noted
+    taken, num_amaxes = CastInputs(*inputs[:4]), inputs[5] if len(inputs) > 5 else 0
+    returned = [x.new_zeros(num_amaxes, dtype=torch.float32)] if num_amaxes else []
+    return taken._replace(amax_record=returned[0]) if returned else taken, returned
 
 
 def by_kernels(x: Tensor, groups: Groups, request: CastRequest, inputs: CastInputs) -> list[Tensor]:
@@ -168,10 +168,10 @@ def _fake(
     return [*(layout.empty(x.device) for layout in (*row, *column)), *_taken(x, *inputs)[1]]
 
 
-# As ``quantize``, silent about the write to ``noted_amax``.
+# As ``quantize``, silent about the write to ``amax_record``.
 _OP = define(
     "quantize_groups(Tensor x, Tensor? ends, int count, int step, str request, Tensor? encode_scale, "
-    "Tensor? noted_amax, Tensor? rounding, SymInt first_row, Tensor? after=None, int notes=0) -> Tensor[]",
+    "Tensor? amax_record, Tensor? rounding, SymInt first_row, Tensor? after=None, int num_amaxes=0) -> Tensor[]",
     reference=_operator(reference),
     fake=_fake,
 )

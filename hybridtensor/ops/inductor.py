@@ -111,7 +111,7 @@ class _WeightCall(NamedTuple):
 
     x: Node
     request: str
-    notes: int = 0
+    num_amaxes: int = 0
     scale: Node | None = None
     record: Node | None = None
     row_amax: Node | None = None
@@ -120,7 +120,13 @@ class _WeightCall(NamedTuple):
     def kind(self) -> tuple[object, ...]:
         """Return a key of calls that can run together."""
         value = self.x.meta["val"]
-        return self.request, value.dtype, value.device, self.notes, *(n is None for n in self[3:])
+        return (
+            self.request,
+            value.dtype,
+            value.device,
+            self.num_amaxes,
+            *(n is None for n in self[3:]),
+        )
 
 
 _MADE: weakref.WeakKeyDictionary[GraphLowering, dict[Node, list[object]]] = (
@@ -189,10 +195,14 @@ def _quantize_together(calls: list[_WeightCall], after: object) -> list[list[obj
     ]
     lists = [[_value(node) for node in each] for each in nodes]
     xs, first = [call.x for call in calls], calls[0]
-    compile_ahead("quantize_all", (xs, first.request, *nodes, None, first.notes), is_lowered=True)
-    written = faces_written(_shapes(xs), parse_request(first.request), first.notes)
+    compile_ahead(
+        "quantize_all", (xs, first.request, *nodes, None, first.num_amaxes), is_lowered=True
+    )
+    written = faces_written(_shapes(xs), parse_request(first.request), first.num_amaxes)
     buffers, values = _buffers(written, xs[0]), [_value(x) for x in xs]
-    DirectKernel.create(QUANTIZE_ALL, values, buffers, first.request, *lists, after, first.notes)
+    DirectKernel.create(
+        QUANTIZE_ALL, values, buffers, first.request, *lists, after, first.num_amaxes
+    )
     return _views(written, buffers)
 
 
@@ -250,10 +260,12 @@ def _call_of(node: Node) -> _WeightCall | None:
     x = given["x"]
     if not _is_weight(x) or given.get("rounding") is not None or given.get("first_row"):
         return None
-    others = [given.get(name) for name in ("encode_scale", "noted_amax", "row_amax", "column_amax")]
+    others = [
+        given.get(name) for name in ("encode_scale", "amax_record", "row_amax", "column_amax")
+    ]
     if not all(other is None or _is_there(other) for other in others):
         return None
-    return _WeightCall(x, given["request"], given.get("notes", 0), *others)
+    return _WeightCall(x, given["request"], given.get("num_amaxes", 0), *others)
 
 
 def _is_weight(node: object) -> bool:

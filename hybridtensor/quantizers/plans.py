@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridtensor import ops
 from hybridtensor.formats import Format
 from hybridtensor.ops import NO_INPUTS, Cast, CastInputs, CastRequest, Faces, Hint
-from hybridtensor.ops.amaxes import Notes
+from hybridtensor.ops.amaxes import ReturnedAmaxes
 from hybridtensor.ops.library import is_traced, runs_directly
 from hybridtensor.ops.references.blocks import amaxes_of_rows
 from hybridtensor.state import Context
@@ -127,7 +127,7 @@ class CastPlan:
         delayed = state is not None and needs.delayed
         return CastInputs(
             encode_scale=state.encode_scale if state is not None and delayed else None,
-            noted_amax=state.amax if state is not None and delayed and context.record else None,
+            amax_record=state.amax if state is not None and delayed and context.record else None,
             rounding=rounding,
             first_row=first_row,
             row_amax=row_amax,
@@ -258,7 +258,7 @@ def measured_in_backward(context: Context, quantizer: Quantizer) -> Context:
     """Return the context of a forward cast; in a graph it records no amax that backward measures again, which would
     be saved."""
     state = context.state
-    if state is None or not isinstance(state.amax, Notes):
+    if state is None or not isinstance(state.amax, ReturnedAmaxes):
         return context
     if quantizer.delayed_rules(context.role).keys() != {context.role}:
         return context

@@ -166,7 +166,7 @@ class LayerState(StateModule):
         made = Lineage.of(inputs, buffers["encode_scale"], buffers["amax_history"])
         self.__dict__["_lineage"] = made  # faster than an attribute of a module
 
-    def note_backward(self, recorded: bool) -> None:
+    def mark_backward(self, recorded: bool) -> None:
         """Record that a backward of the layer ran."""
         own = self.__dict__  # Module.__setattr__ would look through parameters and buffers first
         own["recorded" if recorded else "unrecorded"] = True

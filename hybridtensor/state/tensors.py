@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridtensor.ops import Hint
-from hybridtensor.ops.amaxes import AmaxRecord, Notes
+from hybridtensor.ops.amaxes import AmaxRecord, ReturnedAmaxes
 from hybridtensor.state.dry_runs import is_dry_run
 
 
@@ -19,7 +19,7 @@ class StateTensors(NamedTuple):
         rounding: int64 ``[2]``, the layer's key and the step; None where nothing rounds at random.
         encode_scale: fp32 ``[S]``, what values are multiplied with before a delayed cast; None without delayed scaling.
         amax: Where casts record amaxes, fp32 ``[S]``: that of the step, or of one forward and its backward; in a
-            graph the address of a record, or ``Notes``; None where nothing is recorded.
+            graph the address of a record, or ``ReturnedAmaxes``; None where nothing is recorded.
         slots: Names of the delayed scales.
         rank: Index of this rank's part of a batch; 0 where nothing rounds at random.
         name: Fully qualified name of the layer, for errors.
@@ -32,7 +32,7 @@ class StateTensors(NamedTuple):
 
     rounding: Tensor | None
     encode_scale: Tensor | None
-    amax: Tensor | Notes | None
+    amax: Tensor | ReturnedAmaxes | None
     slots: tuple[str, ...] = ()
     rank: int = 0
     name: str = ""
@@ -46,19 +46,21 @@ class StateTensors(NamedTuple):
         if self.step_amax is None:
             return self
         if isinstance(self.step_amax, Tensor):
-            return self._replace(amax=Notes(len(self.slots)))
+            return self._replace(amax=ReturnedAmaxes(len(self.slots)))
         if is_dry_run():
             return self._replace(amax=None, step_amax=None)
         return self._replace(amax=self.step_amax.provisional())
 
     def in_backward(self) -> StateTensors:
         """Return a copy for backward: in a graph its amaxes are recorded at once."""
-        if isinstance(self.amax, Notes) and isinstance(self.step_amax, Tensor):
+        if isinstance(self.amax, ReturnedAmaxes) and isinstance(self.step_amax, Tensor):
             return self._replace(amax=self.step_amax)
         return self
 
     def commit(
-        self, of_weight: Tensor | Notes | None = None, of_input: Tensor | Notes | None = None
+        self,
+        of_weight: Tensor | ReturnedAmaxes | None = None,
+        of_input: Tensor | ReturnedAmaxes | None = None,
     ) -> None:
         """Commit the amaxes of a forward and its backward, fp32 ``[S]``, unless a graph records them itself."""
         record = self.step_amax

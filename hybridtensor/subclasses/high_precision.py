@@ -141,12 +141,12 @@ class HighPrecisionValues:
     # -- writes
     # -------------------------------------------------------------------------------------------------------
 
-    def note_quantized(self, values: Tensor, view: View = whole) -> None:
+    def mark_quantized(self, values: Tensor, view: View = whole) -> None:
         """Record that the weight, or a view of it, was quantized from new values."""
         self._take(values.detach(), view, follows=True)
         self.loaded = False
 
-    def note_copied(
+    def mark_copied(
         self,
         dequantize: Callable[[], Tensor],
         view: View = whole,
@@ -169,7 +169,7 @@ class HighPrecisionValues:
         else:
             self._take(known[0], view, follows=known[1])
 
-    def note_loaded(self) -> None:
+    def mark_loaded(self) -> None:
         """Record that faces and master were loaded, in either order."""
         self.loaded = False
         self._follows = False

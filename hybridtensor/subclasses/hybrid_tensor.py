@@ -212,7 +212,7 @@ class HybridTensor(InterceptingTensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Metadata, Metadata | None]]:
         # A graph holds a gathered weight's faces
         if self.record.gathered is not None:
-            self.record.gathered.note_traced()
+            self.record.gathered.mark_traced()
         return super().__tensor_flatten__()
 
     def is_set(self) -> tuple[bool, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.ops import Face
-from hybridtensor.ops.amaxes import Notes
+from hybridtensor.ops.amaxes import ReturnedAmaxes
 
 Amaxes = tuple[Tensor | None, Tensor | None]
 """What the rowwise and the columnwise face are scaled by, where that was measured for both."""
@@ -38,16 +38,16 @@ changes, the version of scales, the recipe, the dtype of faces in high precision
 class Kept:
     """The cached faces of one view of a weight's memory, with their amaxes."""
 
-    __slots__ = ("amaxes", "column", "noted", "row")
+    __slots__ = ("amax_record", "amaxes", "column", "row")
 
     def __init__(
         self,
         row: Face | None = None,
         column: Face | None = None,
         amaxes: Amaxes = (None, None),
-        noted: Tensor | Notes | None = None,
+        amax_record: Tensor | ReturnedAmaxes | None = None,
     ) -> None:
-        self.row, self.column, self.amaxes, self.noted = row, column, amaxes, noted
+        self.row, self.column, self.amaxes, self.amax_record = row, column, amaxes, amax_record
 
 
 _NOTHING = Kept()  # not to be written

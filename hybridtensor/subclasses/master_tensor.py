@@ -31,7 +31,7 @@ class MasterWeight(QuantizedWhenUsed):
     result until the next write.
 
     Attributes:
-        plain: The plain tensor, for this package, which calls ``note_write`` after each write. Others use ``master``.
+        plain: The plain tensor, for this package, which calls ``mark_written`` after each write. Others use ``master``.
         config: The recipe.
         place: Key of this view in the cache of faces.
     """
@@ -96,9 +96,9 @@ class MasterWeight(QuantizedWhenUsed):
         """
         return self.record.alias_for_others(self.plain)
 
-    def note_write(self) -> None:
+    def mark_written(self) -> None:
         """Record a write of ``plain``: it invalidates cached faces, and backward raises for tensors saved before."""
-        note_writes([self])
+        mark_all_written([self])
 
     def carried(self) -> tuple[list[str], Metadata | None]:
         if getattr(self.record.layer, "common", None) is not None:
@@ -152,13 +152,13 @@ class MasterWeight(QuantizedWhenUsed):
         return f"MasterWeight({self.config}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
-def note_writes(weights: list[MasterWeight]) -> None:
-    """Call ``note_write`` on the weights that one operator wrote (foreach optimizers)."""
+def mark_all_written(weights: list[MasterWeight]) -> None:
+    """Call ``mark_written`` on the weights that one operator wrote (foreach optimizers)."""
     captured, streams = is_captured(), dict[torch.device, int]()
     plains = []
     for weight in weights:
         plain, record = weight.plain, weight.record
-        record.note_write(captured)
+        record.mark_written(captured)
         device = plain.device
         stream = streams.get(device)
         if stream is None:

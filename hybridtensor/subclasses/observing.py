@@ -19,16 +19,16 @@ from hybridtensor.state import Context, LayerState
 class Observer(Protocol):
     """Interface that is called at each use of a weight."""
 
-    def note_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
+    def observe_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
         """Record an operand before quantization; ``layer`` is the layer's state, ``call`` identifies a forward and
         its backward."""
 
-    def note_product(
+    def observe_product(
         self, layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype
     ) -> None:
         """Record a product; ``layer`` is the layer's state, ``gemm`` ``output``, ``grad_input`` or ``grad_weight``."""
 
-    def note_read(self, layer: object, reader: str) -> None:
+    def observe_read(self, layer: object, reader: str) -> None:
         """Record that ``reader`` read a weight in high precision; ``layer`` is the layer's state."""
 
 
@@ -79,23 +79,23 @@ def values_of_products(
     return row, column
 
 
-def note_operand(layer: object, role: str, values: Tensor, call: object) -> None:
+def observe_operand(layer: object, role: str, values: Tensor, call: object) -> None:
     """Pass an operand to every observer."""
     for observer in observers:
-        observer.note_operand(layer, role, values, call)
+        observer.observe_operand(layer, role, values, call)
 
 
-def note_product(layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype) -> None:
+def observe_product(layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype) -> None:
     """Pass a product to every observer."""
     for observer in observers:
-        observer.note_product(layer, gemm, left, right, dtype)
+        observer.observe_product(layer, gemm, left, right, dtype)
 
 
-def note_read(weight: Any, reader: object) -> None:
+def observe_read(weight: Any, reader: object) -> None:
     """Record which operator read a weight in high precision, and pass it to every observer."""
     layer = weight.record.layer
     for observer in observers:
-        observer.note_read(layer, str(reader))
+        observer.observe_read(layer, str(reader))
     # Optimizers read without gradients, logs and averages a detached alias. The part in a DTensor is neither.
     if (
         isinstance(layer, LayerState)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.ops import Face, Faces
-from hybridtensor.ops.amaxes import AmaxRecord, Notes
+from hybridtensor.ops.amaxes import AmaxRecord, ReturnedAmaxes
 from hybridtensor.ops.library import is_recorded, is_traced
 from hybridtensor.quantizers.plans import measured
 from hybridtensor.recipes.config import HybridConfig, weight_values
@@ -129,15 +129,15 @@ class QuantizedWhenUsed(InterceptingTensor):
         rowwise: bool,
         columnwise: bool,
         dtype: torch.dtype,
-        noted: AmaxRecord | Tensor | Notes | None = None,
+        amax_record: AmaxRecord | Tensor | ReturnedAmaxes | None = None,
     ) -> Faces:
         """Return the faces asked for, those in high precision in ``dtype``."""
         if is_traced():
             self.check_common_scale()
-            kept = self._made(rowwise, columnwise, dtype, self.context, noted)
+            kept = self._made(rowwise, columnwise, dtype, self.context, amax_record)
         else:
             kept = self.faces_in_eager_code(
-                rowwise=rowwise, columnwise=columnwise, dtype=dtype, noted=noted
+                rowwise=rowwise, columnwise=columnwise, dtype=dtype, amax_record=amax_record
             )
         return kept.row if rowwise else None, kept.column if columnwise else None
 
@@ -149,7 +149,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         dtype: torch.dtype,
         trained: bool = False,
         backward_follows: bool = False,
-        noted: AmaxRecord | Tensor | Notes | None = None,
+        amax_record: AmaxRecord | Tensor | ReturnedAmaxes | None = None,
         context: Context | None = None,
         stamp: Stamp | None = None,
     ) -> Kept:
@@ -164,7 +164,7 @@ class QuantizedWhenUsed(InterceptingTensor):
             dtype: See ``faces``.
             trained: The forward is one of training.
             backward_follows: A backward will ask for the columnwise face: one cast makes both, if they are kept.
-            noted: See ``faces``.
+            amax_record: See ``faces``.
             context: ``self.context``, if the caller has it.
             stamp: ``self.stamp(dtype)``, if the caller has it.
         """
@@ -177,14 +177,14 @@ class QuantizedWhenUsed(InterceptingTensor):
         if record.replayed or is_recorded() or (layer is not None and layer.replayed):
             context = for_products_of_weight(context, dtype, self.config, plain.device)
             with torch.no_grad():
-                return self._made(rowwise, columnwise, dtype, context, noted)
+                return self._made(rowwise, columnwise, dtype, context, amax_record)
         use = rowwise, trained, backward_follows
         kept = record.kept.use(self.place, stamp, stream_of(plain), *use)
         wanted = rowwise, columnwise, trained, backward_follows
         if not torch.is_grad_enabled():  # as inside of autograd functions
-            return self._completed(kept, stamp, *wanted, noted, context)
+            return self._completed(kept, stamp, *wanted, amax_record, context)
         with torch.no_grad():
-            return self._completed(kept, stamp, *wanted, noted, context)
+            return self._completed(kept, stamp, *wanted, amax_record, context)
 
     def _completed(
         self,
@@ -194,14 +194,16 @@ class QuantizedWhenUsed(InterceptingTensor):
         columnwise: bool,
         trained: bool,
         backward_follows: bool,
-        noted: AmaxRecord | Tensor | Notes | None,
+        amax_record: AmaxRecord | Tensor | ReturnedAmaxes | None,
         context: Context,
     ) -> Kept:
         """Return the cached faces, quantizing the missing ones."""
         outlast, outlast_step = self.record.kept.lifetime(self.config.keep_faces)
         both = backward_follows and outlast
         lasting = outlast_step if columnwise else not trained or outlast
-        unmeasured = noted is not None and kept.noted is None  # it was made for evaluation
+        unmeasured = (
+            amax_record is not None and kept.amax_record is None
+        )  # it was made for evaluation
         row, column = kept.row, kept.column
         if lasting or observers:  # not only products read the faces
             row, column = _of_elements(row), _of_elements(column)
@@ -218,9 +220,9 @@ class QuantizedWhenUsed(InterceptingTensor):
             amaxes = self.amaxes(dtype, context)
         if not lasting:
             context = for_products_of_weight(context, dtype, self.config, self.plain.device)
-        noted = noted if kept.noted is None else kept.noted
-        made = self._made(row_is_missing, column_is_missing, dtype, context, noted, amaxes)
-        kept = Kept(made.row or row, made.column or column, amaxes, made.noted)
+        amax_record = amax_record if kept.amax_record is None else kept.amax_record
+        made = self._made(row_is_missing, column_is_missing, dtype, context, amax_record, amaxes)
+        kept = Kept(made.row or row, made.column or column, amaxes, made.amax_record)
         self.record.kept.keep(self.place, stamp, kept)
         return kept
 
@@ -230,16 +232,16 @@ class QuantizedWhenUsed(InterceptingTensor):
         columnwise: bool,
         dtype: torch.dtype,
         context: Context,
-        noted: AmaxRecord | Tensor | Notes | None,
+        amax_record: AmaxRecord | Tensor | ReturnedAmaxes | None,
         amaxes: Amaxes = (None, None),
     ) -> Kept:
         """Quantize faces now, with where their amaxes are recorded."""
-        if isinstance(noted, AmaxRecord):
-            noted = noted.provisional()
-        if context.state is not None and context.state.amax is not noted:
-            context = context._replace(state=context.state._replace(amax=noted))
+        if isinstance(amax_record, AmaxRecord):
+            amax_record = amax_record.provisional()
+        if context.state is not None and context.state.amax is not amax_record:
+            context = context._replace(state=context.state._replace(amax=amax_record))
         row, column = self.quantized(rowwise, columnwise, dtype, amaxes=amaxes, context=context)
-        return Kept(row, column, amaxes, noted)
+        return Kept(row, column, amaxes, amax_record)
 
     def amaxes(self, dtype: torch.dtype, context: Context | None = None) -> Amaxes:
         """Measure both faces' amaxes at once, if they are quantized one by one."""

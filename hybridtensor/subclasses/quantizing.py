@@ -204,10 +204,10 @@ def overwrite_(who: str, dst: HybridTensor, faces: Faces) -> None:
     for old, new in pairs:
         for target, source in zip(flatten(old)[0], flatten(new)[0], strict=True):  # type: ignore[arg-type]
             target.copy_(source)
-    note_overwritten(dst)
+    mark_overwritten(dst)
 
 
-def note_overwritten(dst: HybridTensor) -> None:
+def mark_overwritten(dst: HybridTensor) -> None:
     """Increment autograd's version counters of the faces, which operators below ``__torch_dispatch__`` do not."""
     # Backward then raises for whoever saved the faces, as for any tensor that is written in place.
     plain = [tensor for tensor in flatten(dst)[0] if not tensor.is_inference()]
@@ -235,7 +235,7 @@ def refresh_all_(pairs: list[tuple[HybridTensor, Tensor]]) -> None:
             target, fresh = weight.detach().transpose(-2, -1), fresh.transpose(-2, -1)
         update_(weight.recipe.weight, target, fresh, context=weight.context)
     for weight, values in pairs:
-        weight.high_precision.note_quantized(values, weight.taken)
+        weight.high_precision.mark_quantized(values, weight.taken)
 
 
 def _with_siblings(pairs: list[tuple[HybridTensor, Tensor]]) -> list[tuple[HybridTensor, Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hybridtensor.ops.amaxes import Notes
+from hybridtensor.ops.amaxes import ReturnedAmaxes
 from hybridtensor.state import Context, LayerState, Section, StateTensors
 from hybridtensor.subclasses.high_precision import HighPrecisionValues
 from hybridtensor.subclasses.kept_faces import KeptFaces
@@ -34,7 +34,7 @@ class Gathered(Protocol):
     def require(self, direction: str) -> Any:
         """Return a face of the whole weight, gathering it again if necessary."""
 
-    def note_traced(self) -> None:
+    def mark_traced(self) -> None:
         """Record that a compiled graph holds the tensors of the faces."""
 
 
@@ -122,7 +122,7 @@ class WeightRecord:
         self.context: Context | None = None
         self.for_products: tuple[Context, Context] | None = None
         self.readers: ReadBy | None = None
-        self.amaxes: Tensor | Notes | None = None
+        self.amaxes: Tensor | ReturnedAmaxes | None = None
         self._holders: dict[int, _Holder] = {}
 
     def with_values(self, values: HighPrecisionValues) -> WeightRecord:
@@ -142,7 +142,7 @@ class WeightRecord:
     # -- writes
     # -------------------------------------------------------------------------------------------------------
 
-    def note_write(self, captured: bool) -> None:
+    def mark_written(self, captured: bool) -> None:
         """Record a write, which invalidates faces, and may be ``captured`` in a CUDA graph."""
         self.changes += 1
         self.writes += 1

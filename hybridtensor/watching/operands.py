@@ -81,20 +81,20 @@ class Call:
         self.operands: dict[str, Values] = {}
         self.input_columns: tuple[Values, int] | None = None
         self._turn = turn
-        self._noted: dict[str, Tensor] = {}
+        self._operands: dict[str, Tensor] = {}
 
     @property
     def place(self) -> int:
         """Index of the measured place."""
         return 0 if self.expert is None else self.expert.place
 
-    def note(self, role: str, values: Tensor) -> None:
-        self._noted[role] = values
+    def add(self, role: str, values: Tensor) -> None:
+        self._operands[role] = values
 
     def choose(self, groups: Groups, rows: int) -> None:
         """Choose the measured expert: the next one with tokens and a local weight; synchronizes with the device."""
         every = each_group(groups, rows)
-        part = _part_of(self._noted.get("weight"))
+        part = _part_of(self._operands.get("weight"))
         for known in (range(0) if part is None else part.experts, range(len(every))):
             for i in range(len(known)):
                 group = every[known[(self._turn + i) % len(known)]]
@@ -105,24 +105,24 @@ class Call:
 
     def take(self) -> None:
         """Slice the values of the recorded operands."""
-        for role, noted in self._noted.items():
-            known = self._weight(noted) if role == "weight" else self._tokens(noted)
+        for role, operand in self._operands.items():
+            known = self._weight(operand) if role == "weight" else self._tokens(operand)
             if known is not None and known.matrix.numel():
                 self.operands[role] = known
                 if role == "input":
                     first, count = self.stretch(known.matrix.shape[1], _KEPT)
                     columns = known.matrix[:, first : first + count].t().contiguous()
                     self.input_columns = known._replace(matrix=columns), first
-        self._noted.clear()
+        self._operands.clear()
 
-    def _tokens(self, noted: Tensor) -> Values | None:
-        if isinstance(noted, WrapperTensor):
+    def _tokens(self, operand: Tensor) -> Values | None:
+        if isinstance(operand, WrapperTensor):
             return None
-        matrix = noted.detach().reshape(-1, noted.shape[-1])
+        matrix = operand.detach().reshape(-1, operand.shape[-1])
         return Values(matrix, _amax(matrix)) if self.expert is None else self.expert.tokens(matrix)
 
-    def _weight(self, noted: Tensor) -> Values | None:
-        part = _part_of(noted)
+    def _weight(self, operand: Tensor) -> Values | None:
+        part = _part_of(operand)
         if part is None:
             return None
         if self.expert is not None:

@@ -38,7 +38,7 @@ class Recording(Printed):
         every: One step of this many was measured.
         recipes: The recipe of each layer.
         machine: Device and versions.
-        losses: Step and loss of what was noted.
+        losses: Step and loss of each recorded loss.
         samples: The steps that were measured.
     """
 

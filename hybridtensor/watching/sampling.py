@@ -58,15 +58,15 @@ class Sampler:
 
     # -- what layers tell
 
-    def note_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
+    def observe_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
         self._now = None
         if id(layer) in self.layers and call is not None:
             # ``Call`` refers to the call, so that no other one gets its id meanwhile.
             self._now = self._calls.setdefault(id(call), Call(call, self._turn))
-            self._now.note(role, values)
+            self._now.add(role, values)
 
     @torch.no_grad()
-    def note_product(
+    def observe_product(
         self, layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype
     ) -> None:
         watched, now = self.layers.get(id(layer)), self._now
@@ -82,8 +82,8 @@ class Sampler:
         elif gemm == "grad_weight":
             self._calls.pop(id(now.key), None)
 
-    def note_read(self, layer: object, reader: str) -> None:
-        """See ``Observer.note_read``: of no interest here."""
+    def observe_read(self, layer: object, reader: str) -> None:
+        """See ``Observer.observe_read``: of no interest here."""
 
     # -- measuring
 
@@ -132,7 +132,7 @@ class Sampler:
         target.norms.add_(numbers.norms.square_())
         torch.maximum(target.maxima, numbers.maxima, out=target.maxima)  # NaN stays
         if len(known.amaxes) > 1:
-            self.sums.note_amaxes(watched.place + known.place, place, known.amaxes)
+            self.sums.add_amaxes(watched.place + known.place, place, known.amaxes)
         self.sums.add_sizes(at, place, face_sizes(part))
 
     def _part(self, now: Call, role: str, direction: str, known: Values, face: Face) -> Part | None:

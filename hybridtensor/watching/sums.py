@@ -142,7 +142,7 @@ class Sums:
             )
         return known
 
-    def note_amaxes(self, place: int, face: int, amaxes: Tensor) -> None:
+    def add_amaxes(self, place: int, face: int, amaxes: Tensor) -> None:
         """Record the amaxes of experts, from ``place`` on."""
         known = self.numbers.maxima[place : place + len(amaxes), face, 0]
         torch.maximum(known, amaxes, out=known)

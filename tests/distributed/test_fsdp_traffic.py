@@ -29,7 +29,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 class CountingGather(DefaultAllGather):
-    """Notes the bytes that this rank sends in each gather."""
+    """ReturnedAmaxes the bytes that this rank sends in each gather."""
 
     def __init__(self):
         self.sent = []

@@ -316,10 +316,10 @@ class Products:
     def __init__(self):
         self.found = []
 
-    def note_operand(self, *_):
+    def observe_operand(self, *_):
         pass
 
-    def note_product(self, layer, gemm, *_):
+    def observe_product(self, layer, gemm, *_):
         self.found.append(gemm)
 
     def taken(self):

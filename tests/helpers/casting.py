@@ -21,9 +21,9 @@ def request_of(row=None, column=None, source=None, dtype=None):
 
 
 def inputs_of(
-    encode_scale=None, noted_amax=None, rounding=None, first_row=0, row_amax=None, column_amax=None, hint=None
+    encode_scale=None, amax_record=None, rounding=None, first_row=0, row_amax=None, column_amax=None, hint=None
 ):
-    return CastInputs(encode_scale, noted_amax, rounding, first_row, row_amax, column_amax, hint)
+    return CastInputs(encode_scale, amax_record, rounding, first_row, row_amax, column_amax, hint)
 
 
 def quantize(x, *, row=None, column=None, source=None, dtype=None, **inputs):
@@ -63,8 +63,8 @@ def float8_quantize(x, format, *, pow2_scale=False):
     return quantize(x, row=Cast(format, pow2_scale=pow2_scale))
 
 
-def float8_cast(x, encode_scale, noted_amax, index, format):
-    return quantize(x, row=Cast(format, slot=index), encode_scale=encode_scale, noted_amax=noted_amax)
+def float8_cast(x, encode_scale, amax_record, index, format):
+    return quantize(x, row=Cast(format, slot=index), encode_scale=encode_scale, amax_record=amax_record)
 
 
 def mx_quantize(x, format):

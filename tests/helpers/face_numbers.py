@@ -22,10 +22,10 @@ class KeptFaces:
     def __init__(self, state):
         self.state, self.faces = state, {}
 
-    def note_operand(self, *_):
+    def observe_operand(self, *_):
         pass
 
-    def note_product(self, layer, gemm, left, right, dtype):
+    def observe_product(self, layer, gemm, left, right, dtype):
         if layer is self.state:
             for name, face in zip(PRODUCTS[gemm], (left, right), strict=True):
                 copied = [tensor.to("cpu", copy=True) for tensor in face.tensors()]
@@ -33,7 +33,7 @@ class KeptFaces:
                     **dict(zip(("qdata", "scale", "tensor_scale"), copied, strict=False))
                 )
 
-    def note_read(self, *_):
+    def observe_read(self, *_):
         pass
 
 

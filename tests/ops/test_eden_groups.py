@@ -115,14 +115,14 @@ def check(x, groups, request, *, first_row=3, noted=False):
     if noted:
         scales = torch.arange(1.0, 9.0, device=x.device)
         mine, theirs = (
-            inputs._replace(encode_scale=scales, noted_amax=torch.zeros(8, device=x.device))
+            inputs._replace(encode_scale=scales, amax_record=torch.zeros(8, device=x.device))
             for inputs in (mine, theirs)
         )
     with np.errstate(all="ignore"):
         got = grouped_cast(x, groups, request, mine)
     assert_same(got, reference(x, groups, request, theirs))
     if noted:
-        assert torch.equal(mine.noted_amax, theirs.noted_amax)
+        assert torch.equal(mine.amax_record, theirs.amax_record)
 
 
 OTHERS = [

@@ -45,7 +45,7 @@ def test_no_kernel_is_compiled_late(name, delayed, monkeypatch, compiled):
     cast, inputs = Cast(get_format(name), slot=0 if delayed else -1), NO_INPUTS
     request = CastRequest(cast, cast.for_columnwise())
     if delayed:
-        inputs = CastInputs(encode_scale=torch.ones(4, device="cuda"), noted_amax=torch.zeros(4, device="cuda"))
+        inputs = CastInputs(encode_scale=torch.ones(4, device="cuda"), amax_record=torch.zeros(4, device="cuda"))
     counts, largest = [], 0.0
     for rows in (4096, 6144, 4097, 4128, 4160, 4112, 4100, 4224, 4608, 4106, 5999, 4352):
         x = random_tensor(rows, 256, device="cuda", seed=rows)
@@ -55,4 +55,4 @@ def test_no_kernel_is_compiled_late(name, delayed, monkeypatch, compiled):
         largest = max(largest, x.abs().max().item())
     assert counts[0] == counts[1] < counts[2], "multiples of 64 have one kernel, until another length is seen"
     assert counts[2:] == counts[2:3] * (len(counts) - 2)
-    assert not delayed or inputs.noted_amax[0] == largest
+    assert not delayed or inputs.amax_record[0] == largest

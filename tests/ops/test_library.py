@@ -57,10 +57,12 @@ def quantize_into(device, row, column=None, source=None, rows=32):
     return x, OPS.quantize(x, *arguments), *arguments
 
 
-def all_into(device, written, *casts, **notes):
+def all_into(device, written, *casts, **options):
     """Return the first arguments of an operator of lists: matrices, what it writes, the request."""
     xs, request = two(device), CastRequest(*casts)
-    buffers = [buffer.zero_() for buffer in written(list_operator.shapes_of(xs), request, **notes).empty(xs[0].device)]
+    buffers = [
+        buffer.zero_() for buffer in written(list_operator.shapes_of(xs), request, **options).empty(xs[0].device)
+    ]
     return xs, buffers[0] if written is list_operator.amaxes_written else buffers, str(request)
 
 
@@ -198,7 +200,7 @@ SAMPLES = {
         ),
         "measured": lambda device: (*all_into(device, list_operator.faces_written, Cast(FP8_E4M3_ROW)), [], [], [], []),
         "delayed": lambda device: (
-            *all_into(device, list_operator.faces_written, DELAYED, notes=3),
+            *all_into(device, list_operator.faces_written, DELAYED, num_amaxes=3),
             [torch.ones(3, device=device)] * 2,
             [],
             [],

@@ -71,7 +71,7 @@ def inputs_of(request, x, index, amaxes):
     device = x.device
     return CastInputs(
         encode_scale=torch.arange(1.0, 9.0, device=device) * (index + 1) if any(c.slot >= 0 for c in asked) else None,
-        noted_amax=torch.zeros(8, device=device) if any(c.slot >= 0 for c in asked) else None,
+        amax_record=torch.zeros(8, device=device) if any(c.slot >= 0 for c in asked) else None,
         rounding=torch.tensor([-12345678912345 + index, 7], device=device),
         first_row=3 * index,
         row_amax=amaxes[0] if row is not None and row.measures is not None else None,
@@ -110,13 +110,13 @@ def check(xs, request):
     assert len(got) == len(xs)
     for i, x in enumerate(xs):
         alone = inputs[i]._replace(row_amax=None, column_amax=None)
-        if alone.noted_amax is not None:
-            alone = alone._replace(noted_amax=torch.zeros_like(alone.noted_amax))
+        if alone.amax_record is not None:
+            alone = alone._replace(amax_record=torch.zeros_like(alone.amax_record))
         expected = reference_cast(request).run(x, alone)
         for face, other in zip(got[i], expected, strict=True):
             same(face, other)
-        if alone.noted_amax is not None:
-            assert torch.equal(inputs[i].noted_amax, alone.noted_amax)
+        if alone.amax_record is not None:
+            assert torch.equal(inputs[i].amax_record, alone.amax_record)
 
 
 @pytest.mark.parametrize("way", ["both", "row", "column"])
@@ -188,19 +188,19 @@ def test_into_tensors_that_stay(by_kernels, cast, way, given):
     for factor in (1, 1) if given else (1, 3):
         for x, mine in zip(xs, inputs, strict=True):
             x.mul_(factor)
-            if mine.noted_amax is not None:
-                mine.noted_amax.zero_()
+            if mine.amax_record is not None:
+                mine.amax_record.zero_()
         with np.errstate(all="ignore"):
             made.run(xs)
         for i, x in enumerate(xs):
             alone = inputs[i]._replace(row_amax=None, column_amax=None)
-            if alone.noted_amax is not None:
-                alone = alone._replace(noted_amax=torch.zeros_like(alone.noted_amax))
+            if alone.amax_record is not None:
+                alone = alone._replace(amax_record=torch.zeros_like(alone.amax_record))
             expected = [t for f in reference_cast(request).run(x, alone) if f is not None for t in f.tensors()]
             for mine, theirs in zip(outs[i], expected, strict=True):
                 assert torch.equal(bits(mine), bits(theirs))
-            if alone.noted_amax is not None:
-                assert torch.equal(inputs[i].noted_amax, alone.noted_amax)
+            if alone.amax_record is not None:
+                assert torch.equal(inputs[i].amax_record, alone.amax_record)
 
 
 def test_is_worked_out_once(by_kernels, monkeypatch):
@@ -262,7 +262,7 @@ def test_the_operator_of_graphs_records_amaxes(by_kernels):
     again = list_operator.quantized(xs, str(request), scales, [AmaxRecord(3, xs[0].device).address for _ in xs], [], [])
     for i, (x, scale) in enumerate(zip(xs, scales, strict=True)):
         codes, decode, noted = made[3 * i : 3 * i + 3]
-        expected = torch.ops.hybridtensor.quantize(x, str(request), scale, None, None, 0, notes=3)
+        expected = torch.ops.hybridtensor.quantize(x, str(request), scale, None, None, 0, num_amaxes=3)
         for got, want in zip((codes, decode, noted), expected, strict=True):
             assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
         assert torch.equal(again[2 * i].view(torch.uint8), codes.view(torch.uint8))
@@ -321,7 +321,7 @@ def test_one_place_of_a_graph_records_amaxes_anew_in_each_call(by_kernels):
         out = written.empty(xs[0].device)
         place(xs, out, str(request), scales, [], [], [], None, 3)
         for x, scale, made in zip(xs, scales, written.views(out), strict=True):
-            expected = torch.ops.hybridtensor.quantize(x, str(request), scale, None, None, 0, notes=3)
+            expected = torch.ops.hybridtensor.quantize(x, str(request), scale, None, None, 0, num_amaxes=3)
             for got, want in zip(made, expected, strict=True):
                 assert torch.equal(bits(got), bits(want))
 
@@ -364,7 +364,7 @@ def test_the_operators_of_graphs_cast_faces_of_any_two_formats(row, by_kernels, 
         for i, x in enumerate(xs):
             given = CastInputs(scales[i], torch.zeros(8, device=by_kernels)) if delayed else NO_INPUTS
             faces = tensors_of(reference_cast(request).run(x, given))
-            expected = [*faces, given.noted_amax] if delayed else faces
+            expected = [*faces, given.amax_record] if delayed else faces
             of_matrix = made[i * len(made) // 2 : (i + 1) * len(made) // 2]
             for got, want in zip(of_matrix, expected, strict=True):
                 assert torch.equal(bits(got), bits(want)), (row, column)

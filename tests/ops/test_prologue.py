@@ -69,7 +69,7 @@ def check(made, request, *, hint=False):
         given |= {"hint": Hint()} if hint else {}
         for _ in range(1 + hint):  # the second one goes by the hint
             results.append(faces(read, request, **given, prologue=of_it))
-        notes.append(given["noted_amax"])
+        notes.append(given["amax_record"])
     half = len(results) // 2
     for mine, expected in zip(results[:half], results[half:], strict=True):
         for got, want in zip(mine, expected, strict=True):

@@ -78,7 +78,7 @@ def state(device):
     amaxes = torch.tensor([2.0**100, 0.5], device=device)
     return {
         "encode_scale": factors,
-        "noted_amax": amaxes,
+        "amax_record": amaxes,
         "rounding": torch.tensor([-12345678912345, 7], device=device),
     }
 
@@ -96,7 +96,7 @@ def face(x, cast, given, transposed=False):
         rounding = given["rounding"] if cast.stream >= 0 else None
         return list(mx.quantize(matrix, fmt, nvfp4.Draws(rounding, cast.stream, FIRST_ROW, transposed), cast.rule))
     if cast.slot >= 0:
-        return list(float8.cast(matrix, fmt, given["encode_scale"], given["noted_amax"], cast.slot))
+        return list(float8.cast(matrix, fmt, given["encode_scale"], given["amax_record"], cast.slot))
     return list(float8.quantize(matrix, fmt, cast.pow2_scale))
 
 
@@ -126,7 +126,7 @@ def check(run, x, row=None, column=None, source=None, dtype=None):
         )
         different = (a != b).nonzero()
         assert different.numel() == 0, f"tensor {i}: {len(different)} differ, first {different[0].tolist()}"
-    assert torch.equal(given["noted_amax"], expected_given["noted_amax"])
+    assert torch.equal(given["amax_record"], expected_given["amax_record"])
 
 
 @pytest.mark.parametrize(("cast", "dtype"), by_group(KINDS, DTYPES), ids=str)

@@ -43,7 +43,7 @@ ENDS = [(5, 70, 70, 200), (0, 0, 130, 190), (0, 0, 0, 0), (200, 200, 200, 200), 
 def state(device):
     return {
         "encode_scale": torch.arange(1.0, 9.0, device=device),
-        "noted_amax": torch.zeros(8, device=device),
+        "amax_record": torch.zeros(8, device=device),
         "rounding": torch.tensor([-12345678912345, 7], device=device),
     }
 
@@ -63,7 +63,7 @@ def check(x, groups, request):
     for tensor, other in zip(got, expected, strict=True):
         assert (tensor.shape, tensor.stride(), tensor.dtype) == (other.shape, other.stride(), other.dtype)
         assert torch.equal(bits(tensor), bits(other))
-    assert torch.equal(mine["noted_amax"], theirs["noted_amax"])
+    assert torch.equal(mine["amax_record"], theirs["amax_record"])
 
 
 def requests(cast, other):

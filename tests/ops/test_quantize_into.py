@@ -44,7 +44,7 @@ def check(into, x, row, column, source=None):
     expected = quantize(x, row=row, column=column, source=source, **expected_given)
     assert [t.data_ptr() for t in out] == [address for address, _ in before]
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(out, expected, strict=True))
-    assert torch.equal(given["noted_amax"], expected_given["noted_amax"])
+    assert torch.equal(given["amax_record"], expected_given["amax_record"])
     if into is quantize_into:
         assert all(t._version > version for t, (_, version) in zip(out, before, strict=True))
 
@@ -82,7 +82,7 @@ def test_a_prepared_cast_writes_what_its_tensors_hold_by_now(row, column, way, d
                 x, row=row, column=column.for_columnwise(), source=source, dtype=dtype, **expected_given
             )
             assert all(torch.equal(bits(a), bits(b)) for a, b in zip(out, expected, strict=True))
-            assert torch.equal(given["noted_amax"], expected_given["noted_amax"])
+            assert torch.equal(given["amax_record"], expected_given["amax_record"])
             assert all(t._version > version for t, version in zip(out, before, strict=True))
 
 

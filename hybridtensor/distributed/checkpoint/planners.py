@@ -141,9 +141,9 @@ class HybridLoadPlanner(DefaultLoadPlanner):
             for rest, pair in followers(weight).items()
         }
         addresses = {part.data_ptr() for _, part in parts}
-        noted = {name: _is_noted(weight, addresses) for name, weight in persistent}
-        self._noting = [(f"{name}.", weight) for name, weight in persistent if noted[name]]
-        self._with_masters = [weight for name, weight in persistent if not noted[name]]
+        marked = {name: _is_marked(weight, addresses) for name, weight in persistent}
+        self._marked = [(f"{name}.", weight) for name, weight in persistent if marked[name]]
+        self._with_masters = [weight for name, weight in persistent if not marked[name]]
 
     def create_local_plan(self) -> LoadPlan:
         if self.metadata is None:
@@ -159,7 +159,7 @@ class HybridLoadPlanner(DefaultLoadPlanner):
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """See ``LoadPlanner``: the last that is called before anything is written."""
         for weight in self._with_masters:
-            weight.high_precision.note_loaded()
+            weight.high_precision.mark_loaded()
         return super().finish_plan(new_plan)
 
     def places(self, plan: LoadPlan) -> list[Tensor]:
@@ -193,12 +193,12 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         pair = self._followers.get(read_item.dest_index.fqn)
         if pair is not None:
             pair[1].copy_(pair[0])
-        for prefix, weight in self._noting:
+        for prefix, weight in self._marked:
             if read_item.dest_index.fqn.startswith(prefix):  # what was loaded last makes it whole
-                weight.high_precision.note_copied(weight.dequantize, weight.taken)
+                weight.high_precision.mark_copied(weight.dequantize, weight.taken)
 
 
-def _is_noted(weight: HybridTensor, addresses: set[int]) -> bool:
+def _is_marked(weight: HybridTensor, addresses: set[int]) -> bool:
     """Return whether loaded bytes become the weight's master: not if a master is, or was, loaded at the same
     address."""
     current = weight.high_precision.current

@@ -37,7 +37,7 @@ from hybridtensor.subclasses import FaceTensor, HybridTensor, IdentityTensor, Ma
 from hybridtensor.subclasses.followers import followers
 from hybridtensor.subclasses.high_precision import whole
 from hybridtensor.subclasses.intercepting import InterceptingTensor
-from hybridtensor.subclasses.quantizing import face_tensors, note_overwritten, quantize_weight
+from hybridtensor.subclasses.quantizing import face_tensors, mark_overwritten, quantize_weight
 from hybridtensor.subclasses.record import WeightRecord
 
 
@@ -227,7 +227,7 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
         # Mostly none: such a face aliases the rowwise one, unless something copied the two apart.
         for source, follower in followers(part).values():
             follower.copy_(source)
-        note_overwritten(part)
+        mark_overwritten(part)
 
 
 def _tensors(face: FaceTensor) -> list[Tensor]:

@@ -320,7 +320,7 @@ class Shard:
 
     # -- in between
 
-    def note_traced(self) -> None:
+    def mark_traced(self) -> None:
         """Record that a compiled graph holds the faces; raise NotImplementedError if it reads high-precision values
         too."""
         if self.plan.read:

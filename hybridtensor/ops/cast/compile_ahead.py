@@ -95,11 +95,11 @@ def _of_list(name: str, args: tuple[object, ...]) -> tuple[str, tuple[object, ..
     if name == "measure":
         x, request = args
         return "measure_all", ([x], request)
-    x, request, scale, record, rounding, first_row, of_row, of_column, _, notes = args
+    x, request, scale, record, rounding, first_row, of_row, of_column, _, num_amaxes = args
     if rounding is not None or first_row:
         return name, args
     lists = ([] if given is None else [given] for given in (scale, record, of_row, of_column))
-    return "quantize_all", ([x], request, *lists, None, notes)
+    return "quantize_all", ([x], request, *lists, None, num_amaxes)
 
 
 def _two_of_each(args: tuple[object, ...]) -> tuple[object, ...]:

@@ -43,7 +43,7 @@ class _Key(NamedTuple):
     groups: Groups  # without where they end
     tokens: bool
     scaled: bool  # whether delayed scales are given
-    notes: torch.dtype | None  # of where amaxes are recorded
+    record_dtype: torch.dtype | None  # of where amaxes are recorded
 
 
 _CASTS: dict[_Key, GroupedCast] = {}
@@ -104,9 +104,9 @@ class GroupedCast:
         self._clears = key.tokens and request.row is not None and row.side > 1
         measured = [face.kind in MEASURED for face in faces]
         wanted = measured[0], measured[1] and source is None
-        noted = [key.notes is not None and face.kind == GIVEN for face in faces]
-        once = source is not None or not noted[0]  # both faces of a matrix have its amax
-        note = noted[0], noted[1] and once
+        recorded = [key.record_dtype is not None and face.kind == GIVEN for face in faces]
+        once = source is not None or not recorded[0]  # both faces of a matrix have its amax
+        record = recorded[0], recorded[1] and once
         self._plan = None
         if key.tokens:
             self._plan = Planning(key.groups, m, task.tiling.constants.BM)
@@ -124,7 +124,7 @@ class GroupedCast:
             passes += 1
         self._cast = CastLaunch(
             task,
-            note=note,
+            record=record,
             store=request.row is not None,
             reverse=passes == 1,
         )

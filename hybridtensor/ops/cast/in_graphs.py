@@ -11,7 +11,7 @@ from hybridtensor.ops.cast.kernel import KernelCast, cast_on_gpu
 from hybridtensor.ops.cast.request import CastInputs, parse_request
 
 _ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
-_NUM_INPUTS = 6  # of a cast, followed by ``after`` and ``notes``
+_NUM_INPUTS = 6  # of a cast, followed by ``after`` and ``num_amaxes``
 
 
 class CastInGraph:
@@ -27,11 +27,11 @@ class CastInGraph:
     def __call__(self, x: Tensor, out: list[Tensor], request: str, *given: Any) -> None:
         """Cast ``x`` into ``out`` as the operator ``quantize_into`` does, whose other arguments are ``given``."""
         inputs = CastInputs(*given[:_NUM_INPUTS])
-        notes = given[_NUM_INPUTS + 1 :]  # left out where it is 0
-        if notes and notes[0]:
+        num_amaxes = given[_NUM_INPUTS + 1 :]  # left out where it is 0
+        if num_amaxes and num_amaxes[0]:
             # Amaxes are recorded in the last tensor.
             *out, record = out
-            inputs = inputs._replace(noted_amax=record.zero_())
+            inputs = inputs._replace(amax_record=record.zero_())
         address = x.data_ptr()
         for amax in inputs[4:6]:
             if amax is not None:

@@ -65,7 +65,7 @@ class _Key(NamedTuple):
     device: torch.device
     aligned: bool  # whether the matrix begins at a multiple of 16 bytes
     scaled: bool  # whether delayed scales are given
-    notes: torch.dtype | None  # of where amaxes are recorded
+    record_dtype: torch.dtype | None  # of where amaxes are recorded
     row_amax: _Amax
     column_amax: _Amax
     prologue: tuple[int, ...] | None  # its key, and whether kernels can read it
@@ -217,14 +217,16 @@ class KernelCast(PreparedCast):
             )
             self.measure_held = self._held_measurement(reverse=passes == 1)
             passes += not self.by_largest
-        needs_state = key.scaled or key.notes is not None or draws or key.prologue is not None
+        needs_state = (
+            key.scaled or key.record_dtype is not None or draws or key.prologue is not None
+        )
         self._needs_amaxes_only = not (needs_state or passes or self.measure_held is not None)
-        recorded = key.notes is not None
-        notes = recorded and row.kind == GIVEN, recorded and column.kind == GIVEN
-        once = source is not None or not notes[0]  # both faces of a matrix have its amax
+        recorded = key.record_dtype is not None
+        records = recorded and row.kind == GIVEN, recorded and column.kind == GIVEN
+        once = source is not None or not records[0]  # both faces of a matrix have its amax
         self.cast = CastLaunch(
             self.task,
-            note=(notes[0], notes[1] and once),
+            record=(records[0], records[1] and once),
             store=self._stores_row,
             reverse=passes == 1,  # a second pass ended at the first tiles
         )
@@ -372,7 +374,7 @@ class KernelCast(PreparedCast):
         """A cast by a guessed amax that measures the true one, and one that recasts if the scale differs."""
         of_row = self.task.faces[0].kind == TENSOR
         store = self._stores_row
-        guess = CastLaunch(self.task, note=(of_row, not of_row), store=store)
+        guess = CastLaunch(self.task, record=(of_row, not of_row), store=store)
         return guess, RecastLaunch(self.task, store=store)
 
     def _run_by(self, hint: Hint, x: Tensor, outs: Outs, prologue: Prologue | None) -> None:
@@ -384,7 +386,7 @@ class KernelCast(PreparedCast):
             guess, check = self._guess_and_check
             # The first launch measures while it casts, the second does nothing where the scale holds: 0.83 to 0.86 of
             # copy speed, 0.40 to 0.43 where it does not hold.
-            guess(x, outs, (last, last), CastInputs(noted_amax=now, prologue=prologue))
+            guess(x, outs, (last, last), CastInputs(amax_record=now, prologue=prologue))
             check(x, outs, now, last, prologue)
         else:
             amaxes = (x, x) if self._measurement is None else self._measurement.run(x, prologue)

@@ -110,15 +110,17 @@ class KernelTask(NamedTuple):
     several: Several | None = None
 
     def constants(
-        self, column: KernelFace, note: tuple[bool, bool], *, store: bool
+        self, column: KernelFace, record: tuple[bool, bool], *, store: bool
     ) -> dict[str, FaceConstants | TileConstants | int]:
         """Return the kernels' compile-time constants by name; ``store`` is whether the rowwise face is written."""
         m, k, row = self.matrix.M, self.matrix.K, self.faces[0]
         if self.several is not None and self.several.tokens:
             m = self.several.pitch
         return {
-            "ROW_FACE": row.constants(self.dtype, k, note=note[0], store=store),
-            "COLUMN_FACE": column.constants(self.held or self.dtype, m, note=note[1], store=True),
+            "ROW_FACE": row.constants(self.dtype, k, record=record[0], store=store),
+            "COLUMN_FACE": column.constants(
+                self.held or self.dtype, m, record=record[1], store=True
+            ),
             "TILE": self.tiling.constants,
             "HELD": 0 if self.held is None else _DTYPES.get(self.held, _FP32),
             "HW": converts_to_fp8(self.device),
@@ -169,7 +171,7 @@ class CastLaunch:
         task: KernelTask,
         *,
         column: KernelFace | None = None,
-        note: tuple[bool, bool] = (False, False),
+        record: tuple[bool, bool] = (False, False),
         store: bool,
         reverse: bool = False,
     ) -> None:
@@ -182,7 +184,7 @@ class CastLaunch:
         self._lies, self._strides = task.matrix[1:], [out.scale_strides for out in task.outputs]
         self._is_plain = several is None and all(len(o.layouts) in (0, 2) for o in task.outputs)
         constants: dict[str, object] = {
-            **task.constants(column, note, store=store),
+            **task.constants(column, record, store=store),
             "REVERSED": reverse,
             "FOLLOWING": following,
         }

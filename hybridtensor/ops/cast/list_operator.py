@@ -60,16 +60,18 @@ def amaxes_written(shapes: list[tuple[int, int]], request: CastRequest) -> Writt
     return Written([(amaxes.size, torch.float32)], places)
 
 
-def faces_written(shapes: list[tuple[int, int]], request: CastRequest, notes: int = 0) -> Written:
-    """Return where both faces of matrices ``[M, K]`` are written, and the records of ``notes`` amaxes."""
+def faces_written(
+    shapes: list[tuple[int, int]], request: CastRequest, num_amaxes: int = 0
+) -> Written:
+    """Return where both faces of matrices ``[M, K]`` are written, and the records of ``num_amaxes`` amaxes."""
     row = FaceBuffers(request.row, shapes)
     column = FaceBuffers(request.column, [(k, m) for m, k in shapes])
     sizes, of_faces = [*row.sizes, *column.sizes], zip(row.places, column.places, strict=True)
     places = [list(enumerate([*of_row, *of_column])) for of_row, of_column in of_faces]
-    if notes:
-        for of_matrix, record in zip(places, _records(len(shapes), notes), strict=True):
+    if num_amaxes:
+        for of_matrix, record in zip(places, _records(len(shapes), num_amaxes), strict=True):
             of_matrix.append((len(sizes), record))
-        sizes.append((len(shapes) * _pitch(notes), torch.float32))
+        sizes.append((len(shapes) * _pitch(num_amaxes), torch.float32))
     return Written(sizes, places)
 
 
@@ -132,15 +134,15 @@ class QuantizeAllInGraph:
         row_amaxes: list[Tensor],
         column_amaxes: list[Tensor],
         after: Tensor | None = None,
-        notes: int = 0,
+        num_amaxes: int = 0,
     ) -> None:
         """Cast ``xs`` into ``out`` as the operator ``quantize_all_into`` does."""
-        if notes:
-            *out, noted = out
-            noted.zero_()
-            records = [noted]
+        if num_amaxes:
+            *out, returned = out
+            returned.zero_()
+            records = [returned]
         # Amaxes are elsewhere in each step; a launch's table contains how far apart they are.
-        placed = (*xs, *scales) if notes else (*xs, *scales, *records)
+        placed = (*xs, *scales) if num_amaxes else (*xs, *scales, *records)
         addresses = (
             *[tensor.data_ptr() for tensor in placed],
             *_distances(row_amaxes),
@@ -148,8 +150,8 @@ class QuantizeAllInGraph:
         )
         known = None if is_captured() else self._known.get(addresses)
         if known is None:
-            if notes:
-                records = [noted.as_strided(*place) for place in _records(len(xs), notes)]
+            if num_amaxes:
+                records = [returned.as_strided(*place) for place in _records(len(xs), num_amaxes)]
             self._prepare(addresses, xs, out, request, scales, records, row_amaxes, column_amaxes)
             return
         scale, record, *amaxes = [
@@ -247,7 +249,7 @@ MEASURE_ALL = define(
 
 QUANTIZE_ALL = define(
     "quantize_all_into(Tensor[] xs, Tensor(a!)[] out, str request, Tensor[] encode_scales, Tensor[] records, "
-    "Tensor[] row_amaxes, Tensor[] column_amaxes, Tensor? after=None, int notes=0) -> ()",
+    "Tensor[] row_amaxes, Tensor[] column_amaxes, Tensor? after=None, int num_amaxes=0) -> ()",
     reference=lambda *given, **options: QuantizeAllInGraph()(*given, **options),
     fake=lambda *_, **__: None,
 )
@@ -264,8 +266,8 @@ def measured(xs: list[Tensor], request: str) -> list[Tensor]:
 def quantized(xs: list[Tensor], request: str, *given: Any) -> list[Tensor]:
     """Run ``QUANTIZE_ALL``, whose other arguments are ``given``, with buffers of its own; return the tensors of each
     matrix, one after the other."""
-    notes = given[5] if len(given) > 5 else 0
-    written = faces_written(shapes_of(xs), parse_request(request), notes)
+    num_amaxes = given[5] if len(given) > 5 else 0
+    written = faces_written(shapes_of(xs), parse_request(request), num_amaxes)
     buffers = written.empty(xs[0].device)
     QUANTIZE_ALL(xs, buffers, request, *given)
     return [tensor for of_matrix in written.views(buffers) for tensor in of_matrix]

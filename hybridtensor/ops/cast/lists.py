@@ -60,8 +60,8 @@ def of_inputs(inputs: Sequence[CastInputs]) -> tuple[tuple[int, ...] | None, ...
     """Return the fields of ``Distances`` that describe inputs; see ``Distances.of``."""
     if not inputs:
         return ()
-    scales, noted, counters, first_rows, row_amaxes, column_amaxes, *_ = zip(*inputs, strict=True)
-    apart = [_apart(given) for given in (scales, noted, counters, row_amaxes, column_amaxes)]
+    scales, records, counters, first_rows, row_amaxes, column_amaxes, *_ = zip(*inputs, strict=True)
+    apart = [_apart(given) for given in (scales, records, counters, row_amaxes, column_amaxes)]
     return first_rows, *apart
 
 
@@ -237,8 +237,11 @@ class ListCast(List):
             self._column.entries(distances.column_amaxes),
             first.device,
         )
-        noted = distances.records is not None
-        notes = noted and row.kind == GIVEN, noted and column.kind == GIVEN and row.kind != GIVEN
+        recorded = distances.records is not None
+        records = (
+            recorded and row.kind == GIVEN,
+            recorded and column.kind == GIVEN and row.kind != GIVEN,
+        )
         self._numbers = row.slot, row.stream, column.slot, column.stream
         self._launch = Launch(
             "multi_tensor",
@@ -248,13 +251,13 @@ class ListCast(List):
             ROW_FACE=row.constants(
                 first.dtype,
                 _partial([k for _, k in self.shapes], row.step),
-                note=notes[0],
+                record=records[0],
                 store=True,
             ),
             COLUMN_FACE=column.constants(
                 first.dtype,
                 _partial([m for m, _ in self.shapes], column.step),
-                note=notes[1],
+                record=records[1],
                 store=True,
             ),
             **self.constants,

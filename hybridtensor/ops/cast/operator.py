@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hybridtensor.ops.amaxes import Notes
+from hybridtensor.ops.amaxes import ReturnedAmaxes
 from hybridtensor.ops.cast.definition import ReferenceCast, reference_cast, tensors_of
 from hybridtensor.ops.cast.in_graphs import CastInGraph
 from hybridtensor.ops.cast.kernel import cast_on_gpu
@@ -28,36 +28,36 @@ from hybridtensor.ops.library import define, implement
 from hybridtensor.ops.references.faces import define_faces
 
 _INPUTS = (
-    "str request, Tensor? encode_scale, Tensor? noted_amax, Tensor? rounding, SymInt first_row, "
+    "str request, Tensor? encode_scale, Tensor? amax_record, Tensor? rounding, SymInt first_row, "
     "Tensor? row_amax=None, Tensor? column_amax=None"
 )
 _NUM_INPUTS = 6
-_IN_GRAPHS = "Tensor? after=None, int notes=0"
+_IN_GRAPHS = "Tensor? after=None, int num_amaxes=0"
 
 
 def _reference(x: Tensor, request: str, *inputs: object) -> list[Tensor]:
-    taken, noted = _taken(x, *inputs)
-    return [*tensors_of(define_faces(x, parse_request(request), taken)), *noted]
+    taken, returned = _taken(x, *inputs)
+    return [*tensors_of(define_faces(x, parse_request(request), taken)), *returned]
 
 
 def _taken(x: Tensor, *inputs: Any) -> tuple[CastInputs, list[Tensor]]:
     """Convert the operator's arguments to a cast's inputs, and the amaxes to return, if any."""
     taken, of_graph = CastInputs(*inputs[:_NUM_INPUTS]), inputs[_NUM_INPUTS:]
-    notes = of_graph[1] if len(of_graph) > 1 else 0  # torch leaves out what is as by default
-    noted = [x.new_zeros(notes, dtype=torch.float32)] if notes else []
-    return taken._replace(noted_amax=noted[0]) if noted else taken, noted
+    num_amaxes = of_graph[1] if len(of_graph) > 1 else 0  # torch leaves out what is as by default
+    returned = [x.new_zeros(num_amaxes, dtype=torch.float32)] if num_amaxes else []
+    return taken._replace(amax_record=returned[0]) if returned else taken, returned
 
 
 def _on_a_gpu(x: Tensor, request: str, *inputs: object) -> list[Tensor]:
     if x.numel() == 0:
         return _reference(x, request, *inputs)
-    parsed, (taken, noted) = parse_request(request), _taken(x, *inputs)
-    return [*tensors_of(cast_on_gpu(x, parsed, taken).run(x, taken)), *noted]
+    parsed, (taken, returned) = parse_request(request), _taken(x, *inputs)
+    return [*tensors_of(cast_on_gpu(x, parsed, taken).run(x, taken)), *returned]
 
 
 def _fake(x: Tensor, request: str, *inputs: object) -> list[Tensor]:
-    noted = _taken(x, *inputs)[1]
-    return [*faces_like(x, parse_request(request)), *noted]
+    returned = _taken(x, *inputs)[1]
+    return [*faces_like(x, parse_request(request)), *returned]
 
 
 def faces_like(x: Tensor, request: CastRequest) -> list[Tensor]:
@@ -69,7 +69,7 @@ def faces_like(x: Tensor, request: CastRequest) -> list[Tensor]:
     return [layout.empty(x.device) for layout in layouts]
 
 
-# The schema is silent about the write to ``noted_amax``, which autograd and graphs need not know of: a maximum
+# The schema is silent about the write to ``amax_record``, which autograd and graphs need not know of: a maximum
 # that is recorded twice, or in any order, is the same, and nothing reads it before the step ends.
 QUANTIZE = define(
     f"quantize(Tensor x, {_INPUTS}, {_IN_GRAPHS}) -> Tensor[]", reference=_reference, fake=_fake
@@ -149,12 +149,12 @@ class OperatorCast(ReferenceCast):
     def run(self, x: Tensor, inputs: CastInputs) -> Faces:
         if inputs.prologue is not None:
             x = inputs.prologue.matrix(x)
-        noted = inputs.noted_amax
-        if isinstance(noted, Notes):
-            taken = inputs._replace(noted_amax=None)[:_NUM_INPUTS]
-            made = QUANTIZE(x, self._text, *taken, inputs.after, noted.size)
+        returned = inputs.amax_record
+        if isinstance(returned, ReturnedAmaxes):
+            taken = inputs._replace(amax_record=None)[:_NUM_INPUTS]
+            made = QUANTIZE(x, self._text, *taken, inputs.after, returned.size)
             # The recorded amaxes are the operator's last result.
-            noted.tensors.append(made.pop())
+            returned.tensors.append(made.pop())
         else:
             made = QUANTIZE(x, self._text, *inputs[:_NUM_INPUTS], inputs.after)
         row, column = self._kinds

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format, format_of_face
-from hybridtensor.ops.amaxes import Notes
+from hybridtensor.ops.amaxes import ReturnedAmaxes
 from hybridtensor.ops.prologue import Prologue
 
 
@@ -159,9 +159,9 @@ class CastInputs(NamedTuple):
 
     Attributes:
         encode_scale: Delayed encode scales of a layer, fp32 ``[S]``, or None.
-        noted_amax: Record of amaxes, updated by a maximum at the slots of the casts: fp32 ``[S]``, in place; its
-            address, int64 ``[1]``; in a graph ``Notes``, which collect amaxes that the cast returns; or None. An Inf
-            counts, NaN elements do not.
+        amax_record: Record of amaxes, updated by a maximum at the slots of the casts: fp32 ``[S]``, in place; its
+            address, int64 ``[1]``; in a graph ``ReturnedAmaxes``, which collect amaxes that the cast returns; or None.
+            An Inf counts, NaN elements do not.
         rounding: Key and step of stochastic rounding, int64 ``[2]``, or None.
         first_row: Index of the matrix's first row in the whole tensor, for stochastic rounding.
         row_amax: Amaxes for the scales of the rowwise face (or ``source``) instead of measured ones, for a matrix that
@@ -175,7 +175,7 @@ class CastInputs(NamedTuple):
     """
 
     encode_scale: Tensor | None = None
-    noted_amax: Tensor | Notes | None = None
+    amax_record: Tensor | ReturnedAmaxes | None = None
     rounding: Tensor | None = None
     first_row: int = 0
     row_amax: Tensor | None = None
@@ -186,8 +186,8 @@ class CastInputs(NamedTuple):
 
     @property
     def record(self) -> Tensor | None:
-        """``noted_amax`` as a kernel or the definition writes it."""
-        return None if isinstance(self.noted_amax, Notes) else self.noted_amax
+        """``amax_record`` as a kernel or the definition writes it."""
+        return None if isinstance(self.amax_record, ReturnedAmaxes) else self.amax_record
 
 
 NO_INPUTS = CastInputs()

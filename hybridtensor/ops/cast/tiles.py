@@ -105,7 +105,7 @@ class KernelFace(NamedTuple):
         return KernelFace(kind, rotated=self.rotated, stream=stream)
 
     def constants(
-        self, dtype: torch.dtype, contraction: int, *, note: bool, store: bool
+        self, dtype: torch.dtype, contraction: int, *, record: bool, store: bool
     ) -> FaceConstants:
         """Return the compile-time constants; ``store`` is whether the face is wanted, not only its values."""
         whole = contraction % self.step == 0
@@ -119,7 +119,7 @@ class KernelFace(NamedTuple):
             # Multiples of 4 or 8 would do, too: of 16 Triton compiles kernels of their own anyway
             pack=not whole or contraction % 16 == 0,
             overflow=torch.finfo(dtype).max if self.kind == BLOCK else _FP32_MAX,
-            note=note,
+            record=record,
             store=store,
             step=1 if whole else self.step,
             values=self.values,

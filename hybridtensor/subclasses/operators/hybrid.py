@@ -19,7 +19,7 @@ from hybridtensor.subclasses.operators.common import (
     register_common,
 )
 from hybridtensor.subclasses.operators.matmul import register_matmul, require_reader
-from hybridtensor.subclasses.quantizing import note_overwritten, refresh_, take_values_
+from hybridtensor.subclasses.quantizing import mark_overwritten, refresh_, take_values_
 from hybridtensor.subclasses.structure import flatten
 from hybridtensor.subclasses.wrapper import WrapperTensor
 
@@ -139,10 +139,10 @@ def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         for name in dst.inner_names:
             if getattr(dst, name) is not None:
                 getattr(dst, name).copy_(getattr(src, name), non_blocking=non_blocking)
-        note_overwritten(dst)
+        mark_overwritten(dst)
         current = None if src.record.values is None else src.high_precision.current
         known = None if current is None else (src.taken(current), src.high_precision.follows)
-        dst.high_precision.note_copied(src.dequantize, dst.taken, known=known, unchanged=unchanged)
+        dst.high_precision.mark_copied(src.dequantize, dst.taken, known=known, unchanged=unchanged)
         return dst
     values = src.dequantize() if isinstance(src, WrapperTensor) else src
     return requantize_(dst, values.to(dst.device).expand(dst.shape))

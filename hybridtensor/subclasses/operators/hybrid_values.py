@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor
-from hybridtensor.subclasses.observing import note_read
+from hybridtensor.subclasses.observing import observe_read
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads, written_by
 from hybridtensor.subclasses.operators.common import FUNCTIONAL
 from hybridtensor.subclasses.operators.hybrid import known_values, present_values, requantize_
 from hybridtensor.subclasses.operators.reads import READS, WRITES
-from hybridtensor.subclasses.quantizing import note_overwritten
+from hybridtensor.subclasses.quantizing import mark_overwritten
 from hybridtensor.subclasses.structure import flatten
 
 aten = torch.ops.aten
@@ -79,7 +79,7 @@ def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
             table.refuse(func)
         if item.requires_grad or isinstance(item, torch.nn.Parameter) or item.is_gathered:
             _refuse_values(item, func)
-        note_read(item, func)
+        observe_read(item, func)
         known = known_values(item)
         if known is not None:
             return known.to(item.dtype)
@@ -103,7 +103,7 @@ def _gather(func: Func, args: Args, kwargs: Kwargs) -> object:
             return [values(inner) for inner in item]
         if not isinstance(item, HybridTensor):
             return item
-        note_read(item, func)
+        observe_read(item, func)
         known = known_values(item)
         return (item.dequantize() if known is None else known.to(item.dtype)).contiguous()
 
@@ -152,8 +152,8 @@ def _broadcast_(func: Func, args: Args, kwargs: Kwargs) -> object:
         _wait(out[1])
         changed = _receive(tensor, sent) or changed
     if changed:  # the rank that sends keeps its values in high precision
-        note_overwritten(weight)
-        weight.high_precision.note_copied(weight.dequantize, weight.taken)
+        mark_overwritten(weight)
+        weight.high_precision.mark_copied(weight.dequantize, weight.taken)
     return out
 
 
@@ -178,7 +178,7 @@ def _scatter_(func: Func, args: Args, kwargs: Kwargs) -> object:
         )
         _wait(out[1])
         _receive(tensor, sent)
-    note_overwritten(part)
+    mark_overwritten(part)
     return out
 
 

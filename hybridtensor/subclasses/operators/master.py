@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from hybridtensor.subclasses.master_tensor import MasterWeight, note_writes
-from hybridtensor.subclasses.observing import note_read
+from hybridtensor.subclasses.master_tensor import MasterWeight, mark_all_written
+from hybridtensor.subclasses.observing import observe_read
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, written_by
 from hybridtensor.subclasses.operators.common import (
     FUNCTIONAL,
@@ -94,7 +94,7 @@ def _set_data(func: Func, args: Args, kwargs: Kwargs) -> None:
     weight, value = args
     values = assignable(weight, value)
     if values is weight.plain:
-        weight.note_write()
+        weight.mark_written()
     else:
         weight.take_memory(values)
 
@@ -104,7 +104,7 @@ def _write(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run in place and record the write on every master weight that the schema mutates."""
     _run(func, args, kwargs)
     written = list(written_by(func, args, kwargs))
-    note_writes([weight for weight in written if isinstance(weight, MasterWeight)])
+    mark_all_written([weight for weight in written if isinstance(weight, MasterWeight)])
     # The wrapper that was passed, where ``func`` returned its plain tensor.
     return written[0] if func._schema.returns else None
 
@@ -113,7 +113,7 @@ def _write(func: Func, args: Args, kwargs: Kwargs) -> object:
 def _write_of_others(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run other libraries' operators on the plain tensors, and record the writes."""
     out = _run(func, args, kwargs)
-    note_writes(list(_weights(list(written_by(func, args, kwargs)))))
+    mark_all_written(list(_weights(list(written_by(func, args, kwargs)))))
     weights = {id(weight.plain): weight for weight in _weights((*args, *kwargs.values()))}
     return tree_map_only(Tensor, lambda tensor: weights.get(id(tensor), tensor), out)
 
@@ -123,7 +123,7 @@ def _collective(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run a collective on the plain tensors; schemas of collectives do not declare what they mutate."""
     out = _run(func, args, kwargs)
     # Also those that are only sent: a write too many quantizes once more, one too few would keep old faces.
-    note_writes(list(_weights((*args, *kwargs.values()))))
+    mark_all_written(list(_weights((*args, *kwargs.values()))))
     if func is _SCATTER:
         for part in _weights(args[0]):
             _check_part(part)
@@ -146,7 +146,7 @@ def _wait(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Wait for an in-place functional collective."""
     _run(func, args, kwargs)
     x: MasterWeight = args[0]
-    x.note_write()
+    x.mark_written()
     return x
 
 
@@ -169,7 +169,7 @@ _BY_NUMBER = (aten.index.Tensor, aten.index_select.default)
 @table.register(*READS, *FUNCTIONAL)
 def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
     for weight in _weights((*args, *kwargs.values())):
-        note_read(weight, func)
+        observe_read(weight, func)
     if func in _BY_NUMBER and isinstance(args[0], MasterWeight) and args[0].dim() == 3:
         raise NotImplementedError(
             f"MasterWeight: {func} would copy the weights of experts {tuple(args[0].shape)} for each token, as "
