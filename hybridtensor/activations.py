@@ -58,10 +58,10 @@ def swiglu(gate: Tensor, up: Tensor, *, into: Into = ()) -> Tensor:
         or gate.device != up.device
         or not gate.dim()
     ):
-        told = [f"{x.dtype} {list(x.shape)} on {x.device}" for x in (gate, up)]
+        shown = [f"{x.dtype} {list(x.shape)} on {x.device}" for x in (gate, up)]
         raise ValueError(
             "swiglu: gate and up of one shape [..., N], dtype and device are required, got "
-            + " and ".join(told)
+            + " and ".join(shown)
         )
     layers, plain = modules_of("swiglu", into), type(gate) in _PLAIN and type(up) in _PLAIN
     if not plain or is_traced() or torch._C._are_functorch_transforms_active():
@@ -151,10 +151,10 @@ def _require_weight(weight: Tensor, x: Tensor) -> None:
     """Raise unless a weight is as ``rms_norm`` takes it."""
     require_float("rms_norm: weight", weight)
     if weight.shape != x.shape[-1:] or weight.dtype != x.dtype or weight.device != x.device:
-        told = [f"{t.dtype} {list(t.shape)} on {t.device}" for t in (weight, x)]
+        shown = [f"{t.dtype} {list(t.shape)} on {t.device}" for t in (weight, x)]
         raise ValueError(
             f"rms_norm: a weight of {x.shape[-1]} elements, of the dtype and device of x, is required, "
-            f"got {told[0]} for {told[1]}"
+            f"got {shown[0]} for {shown[1]}"
         )
 
 

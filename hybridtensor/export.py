@@ -47,9 +47,9 @@ from hybridtensor.untrusted.safetensors_files import safetensors, save_file
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _KEY, _VERSION = "hybridtensor", 1
-_TOLD = {"version", "weights", "digest"}
+_KEYS = {"version", "weights", "digest"}
 
-Told: TypeAlias = dict[str, Any]
+Description: TypeAlias = dict[str, Any]
 """What the metadata of a file tells of a weight or face, as JSON."""
 
 
@@ -138,7 +138,7 @@ def _collect(
     of = {} if masters is None else {id(w): m.detach() for w, m in masters.masters().items()}
     tensors: dict[str, Tensor] = {}
     metadata = {"format": "pt"}
-    weights: dict[str, Told] = {}
+    weights: dict[str, Description] = {}
     for name, value, first in _named(model):
         if first != name:
             metadata[name] = first
@@ -148,16 +148,20 @@ def _collect(
             tensors[name] = _in_high_precision(value, of, DTYPES.get(dtype))
     if dtype == "quantized":
         digest = _digest(weights, tensors, metadata)
-        told = {"version": _VERSION, "weights": weights, "digest": digest}
-        metadata[_KEY] = json.dumps(told, sort_keys=True)
+        description = {"version": _VERSION, "weights": weights, "digest": digest}
+        metadata[_KEY] = json.dumps(description, sort_keys=True)
     return tensors, metadata
 
 
-def _digest(weights: Told, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> str:
+def _digest(weights: Description, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> str:
     """Return a digest of all that the header of a file tells, but of the place of each tensor."""
-    told = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
+    description = {
+        name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()
+    }
     tied = {name: first for name, first in metadata.items() if name != _KEY}
-    return hashlib.sha256(json.dumps([weights, told, tied], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([weights, description, tied], sort_keys=True).encode()
+    ).hexdigest()
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
@@ -186,7 +190,9 @@ def _in_high_precision(
     return values
 
 
-def _add_faces(tensors: dict[str, Tensor], name: str, value: Tensor, columnwise: bool) -> Told:
+def _add_faces(
+    tensors: dict[str, Tensor], name: str, value: Tensor, columnwise: bool
+) -> Description:
     """Add the tensors of a weight's faces; return what they are."""
     if not isinstance(value, (MasterWeight, HybridTensor)):
         raise NotImplementedError(
@@ -194,27 +200,27 @@ def _add_faces(tensors: dict[str, Tensor], name: str, value: Tensor, columnwise:
             "weight; load the checkpoint in one process and export there"
         )
     weight = value if isinstance(value, HybridTensor) else _quantized(value, columnwise)
-    told: Told = {
+    description: Description = {
         "shape": list(weight.shape),
         "dtype": str(weight.dtype).removeprefix("torch."),
         "faces": {},
     }
     if value.config is not None:
-        told |= {"recipe": str(value.config), "fingerprint": value.config.fingerprint()}
+        description |= {"recipe": str(value.config), "fingerprint": value.config.fingerprint()}
     # The face that the forward multiplies
     forward = "columnwise" if value.is_transposed else "rowwise"
     directions = ("rowwise", "columnwise") if columnwise else (forward,)
     for direction in directions:
         face = getattr(weight, direction)
         if direction == "columnwise" and follows_rowwise(weight):
-            told["faces"][direction] = {"follows": "rowwise"}
+            description["faces"][direction] = {"follows": "rowwise"}
         elif face is not None:
-            told["faces"][direction] = _add_face(tensors, f"{name}.{direction}", face)
-    if not told["faces"]:
+            description["faces"][direction] = _add_face(tensors, f"{name}.{direction}", face)
+    if not description["faces"]:
         raise ValueError(
             f"export_safetensors: the weight {name} has no {forward} face; pass columnwise=True"
         )
-    return told
+    return description
 
 
 def _quantized(weight: MasterWeight, columnwise: bool) -> HybridTensor:
@@ -225,7 +231,7 @@ def _quantized(weight: MasterWeight, columnwise: bool) -> HybridTensor:
     return quantize(weight.config.weight, weight.source, columnwise=columnwise, context=context)
 
 
-def _add_face(tensors: dict[str, Tensor], prefix: str, face: FaceTensor) -> Told:
+def _add_face(tensors: dict[str, Tensor], prefix: str, face: FaceTensor) -> Description:
     if isinstance(face, IdentityTensor):
         if isinstance(face.source, QuantizedTensor):
             return {"of": _add_face(tensors, f"{prefix}.source", face.source)}
@@ -295,13 +301,13 @@ def _load(
     with library.safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
         metadata = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    told = json.loads(metadata.get(_KEY, '{"version": 1, "weights": {}}'))
-    if told["version"] != _VERSION:
-        raise ValueError(f"it has version {told['version']}, this library reads {_VERSION}")
-    digest = _digest(told["weights"], tensors, metadata)  # before faces are taken out
-    for name, weight in told["weights"].items():
+    description = json.loads(metadata.get(_KEY, '{"version": 1, "weights": {}}'))
+    if description["version"] != _VERSION:
+        raise ValueError(f"it has version {description['version']}, this library reads {_VERSION}")
+    digest = _digest(description["weights"], tensors, metadata)  # before faces are taken out
+    for name, weight in description["weights"].items():
         tensors[name] = _take_weight(tensors, name, weight)
-    if not told.keys() <= _TOLD or told.get("digest", digest) != digest:
+    if not description.keys() <= _KEYS or description.get("digest", digest) != digest:
         raise ValueError("what it tells of its tensors is not what was written")
     tied = {name: first for name, first in metadata.items() if name not in ("format", _KEY)}
     for name, first in tied.items():
@@ -309,11 +315,13 @@ def _load(
     return tensors
 
 
-def _take_weight(tensors: dict[str, Tensor], name: str, told: Told) -> HybridTensor:
+def _take_weight(tensors: dict[str, Tensor], name: str, description: Description) -> HybridTensor:
     """Take the tensors of the faces of a weight out of ``tensors``."""
-    size, dtype = tuple(int(n) for n in told["shape"]), _dtype(told["dtype"])
+    size, dtype = tuple(int(n) for n in description["shape"]), _dtype(description["dtype"])
     faces: dict[str, FaceTensor] = {}
-    for direction, face in sorted(told["faces"].items(), reverse=True):  # the rowwise one first
+    for direction, face in sorted(
+        description["faces"].items(), reverse=True
+    ):  # the rowwise one first
         if face.get("follows") == "rowwise":
             row = faces["rowwise"]
             faces[direction] = IdentityTensor(
@@ -336,17 +344,17 @@ def _dtype(name: str) -> torch.dtype:
 def _take_face(
     tensors: dict[str, Tensor],
     prefix: str,
-    told: Told,
+    description: Description,
     size: tuple[int, ...],
     dtype: torch.dtype,
 ) -> FaceTensor:
-    if "of" in told:
-        source = _take_face(tensors, f"{prefix}.source", told["of"], size, dtype)
+    if "of" in description:
+        source = _take_face(tensors, f"{prefix}.source", description["of"], size, dtype)
         return IdentityTensor(source)
-    fmt = get_format(told["format"])
+    fmt = get_format(description["format"])
     if fmt.is_identity:
         return IdentityTensor(_take(tensors, f"{prefix}.source", size, dtype))
-    axis = told["axis"]
+    axis = description["axis"]
     if axis not in (-1, 0) or len(size) not in (2, 3):
         raise ValueError(
             f"{prefix} has size {size} and axis {axis!r}, not those of a matrix or a stack and -1 or 0"

@@ -18,7 +18,7 @@ from hybridtensor.state import LayerState
 from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
 from hybridtensor.swap import require_swappable
 
-_TOLD = 3  # matrices that an error tells of
+_SHOWN = 3  # matrices in an error
 
 
 def check_plan(plan: Plan, model: nn.Module, root: str, persistent: bool) -> None:
@@ -47,15 +47,15 @@ def _nothing(model: nn.Module, layers: list[Layer]) -> ValueError:
     known = {layer.parameter_name for layer in own}
     left = [matrix for matrix in coverage(model).plain if matrix.name not in known]
     others = [f"{matrix.name} {list(matrix.shape)}: {matrix.why}" for matrix in left]
-    told = f"; what is no layer: {', '.join(others[:_TOLD])}" if others else ""
+    shown = f"; what is no layer: {', '.join(others[:_SHOWN])}" if others else ""
     if layers:
         names = ", ".join(layer.name or "<root>" for layer in layers)
-        return ValueError(f"quantize_: the recipe matches no layer; layers are: {names}{told}")
+        return ValueError(f"quantize_: the recipe matches no layer; layers are: {names}{shown}")
     owners = [module for module in model.modules() if module._parameters]
     classes = ", ".join(sorted({type(module).__name__ for module in owners}))
     got = f"whose parameters are of {classes}" if classes else "without parameters"
     return ValueError(
-        f"quantize_: the model has no linear layers, but modules {got}{told}; pass a model that has nn.Linear "
+        f"quantize_: the model has no linear layers, but modules {got}{shown}; pass a model that has nn.Linear "
         "(or a class derived of it), or experts with num_experts"
     )
 
@@ -70,11 +70,11 @@ def check_tied(who: str, plan: Plan, layers: Iterable[Layer]) -> None:
     for names in holders.values():
         given = [configs.get(name) for name in names]
         if any(config != given[0] for config in given):
-            told = ", ".join(
+            shown = ", ".join(
                 f"{config or 'none'} for {name}" for name, config in zip(names, given, strict=True)
             )
             raise ValueError(
-                f"{who}: layers that hold one weight would get different recipes: {told}; choose all of them, "
+                f"{who}: layers that hold one weight would get different recipes: {shown}; choose all of them, "
                 "or none, or give each a weight of its own"
             )
 

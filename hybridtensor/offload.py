@@ -111,7 +111,7 @@ def held_by(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors that live as long as ``tensor``: its own, and a master weight's cached faces."""
     plain, _ = flatten(tensor)
     if isinstance(tensor, MasterWeight):
-        for face in tensor.record.kept.faces():
+        for face in tensor.record.face_cache.faces():
             plain += face.tensors()
     return plain
 

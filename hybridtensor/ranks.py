@@ -247,9 +247,9 @@ def _difference(every: list[dict[str, str]], group: dist.ProcessGroup | None) ->
     first, other = every[0], every[index]
     ranks = [i if group is None else dist.get_global_rank(group, i) for i in (0, index)]
     names = sorted(name for name in {*first, *other} if first.get(name) != other.get(name))
-    told = [
+    shown = [
         f"{name} is {first.get(name, 'absent')} on rank {ranks[0]}, {other.get(name, 'absent')} on rank {ranks[1]}"
         for name in names[:_MOST_NAMES]
     ]
-    more = f" and {len(names) - len(told)} more" if len(names) > len(told) else ""
-    return f"{'; '.join(told)}{more}"
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return f"{'; '.join(shown)}{more}"

@@ -163,7 +163,7 @@ def test_tensors_share_the_memory_of_faces():
     master = model("ct_fp8_row")
     for _ in range(2):  # a weight that is used again before it is written keeps its faces
         master(random_tensor(4, 256)).sum().backward()
-    (face,) = master[0].weight.record.kept.faces()
+    (face,) = master[0].weight.record.face_cache.faces()
     assert dict(ht.inference_tensors(master))["0.weight"].data_ptr() == face.qdata.data_ptr()
 
 

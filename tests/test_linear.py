@@ -343,9 +343,9 @@ def test_faces_go_once_nothing_needs_them(monkeypatch):
     def step(microbatches):
         for _ in range(microbatches):
             run(converted, random_tensor(6, 32), random_tensor(6, 48))
-        kept = len(converted.weight.record.kept.faces())
+        kept = len(converted.weight.record.face_cache.faces())
         written(converted)
-        assert not converted.weight.record.kept.faces()
+        assert not converted.weight.record.face_cache.faces()
         return len(casts.take()), kept
 
     assert step(1) == (2, 0)
@@ -387,9 +387,9 @@ def held_faces(keep, microbatches=1, call=lambda module, x: module(x)):
         counts = []
         for _ in range(microbatches):
             y = call(converted, random_tensor(6, 32).requires_grad_())
-            counts.append(len(converted.weight.record.kept.faces()))
+            counts.append(len(converted.weight.record.face_cache.faces()))
             y.backward(random_tensor(6, 48))
-            counts.append(len(converted.weight.record.kept.faces()))
+            counts.append(len(converted.weight.record.face_cache.faces()))
         held = counts[:2]
         written(converted)
     return held
@@ -454,12 +454,12 @@ def test_evaluation_between_steps_keeps_no_face_for_training():
     with torch.no_grad():
         for _ in range(3):
             converted(random_tensor(6, 32))
-            held.append(len(record.kept.faces()))
+            held.append(len(record.face_cache.faces()))
     for _ in range(2):
         y = converted(random_tensor(6, 32).requires_grad_())
-        held.append(len(record.kept.faces()))
+        held.append(len(record.face_cache.faces()))
         y.backward(random_tensor(6, 48))
-        held.append(len(record.kept.faces()))
+        held.append(len(record.face_cache.faces()))
         written(converted)
     assert held == [0, 1, 1, 0, 0, 0, 0]
 

@@ -14,7 +14,7 @@ import hybridtensor as ht
 from hybridtensor import ops
 from hybridtensor.linear import weight_buckets
 from hybridtensor.ops.cast import definition
-from hybridtensor.subclasses import MasterWeight, kept_faces, master_tensor, quantized_when_used
+from hybridtensor.subclasses import MasterWeight, face_cache, master_tensor, quantized_when_used
 from hybridtensor.testing import random_tensor
 
 RECIPES = [
@@ -186,7 +186,7 @@ def test_a_weight_that_a_step_did_not_use_is_not_made_ready_again(casts):
 def stream(monkeypatch):
     """Stand in for the current CUDA stream."""
     current = [0]
-    for module in (weight_buckets, kept_faces, master_tensor, quantized_when_used):
+    for module in (weight_buckets, face_cache, master_tensor, quantized_when_used):
         monkeypatch.setattr(module, "stream_of", lambda plain: current[0])
     return current
 
@@ -210,7 +210,7 @@ def test_weights_that_another_stream_wrote_are_quantized_in_their_own_forward(ca
 def test_faces_of_another_stream_are_made_again_and_columns_wait_for_none(casts, stream):
     model, optimizer = built("fp8")
     train(model, optimizer, "cpu", steps=2)
-    kept = model.second.weight.record.kept
+    kept = model.second.weight.record.face_cache
     made = kept.faces()
     assert len(made) == 1
     casts["cast"].clear()
@@ -252,7 +252,7 @@ def test_faces_go_as_those_of_one_weight_do():
     model, optimizer = built("fp8")
     train(model, optimizer, "cpu", steps=2)
     layers = [model.first, model.second, model.last]
-    kept = [layer.weight.record.kept for layer in layers]
+    kept = [layer.weight.record.face_cache for layer in layers]
     assert [len(faces.faces()) for faces in kept] == [1, 1, 1]
     out = model(random_tensor(32, 256).requires_grad_())
     assert [len(faces.faces()) for faces in kept] == [0, 0, 0]

@@ -59,8 +59,8 @@ def run(given: argparse.Namespace) -> int:
     print(f"{'driver':14}{machine.driver or 'none'}, torch built for {machine.cuda or 'CPUs'}")
     print("\nHow the products of recipes run, in bfloat16 (output, grad_input, grad_weight):")
     for name, of_products in runs.items():
-        told = of_products[0] if len(set(of_products)) == 1 else ", ".join(of_products)
-        print(f"  {name:41}{told}")
+        shown = of_products[0] if len(set(of_products)) == 1 else ", ".join(of_products)
+        print(f"  {name:41}{shown}")
     print("\nKnown problems:" if found else "\nNo known problems.")
     for problem in found:
         print(f"  {problem}")
@@ -112,8 +112,8 @@ def _driver() -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    told = subprocess.run(asked, capture_output=True, text=True).stdout.split()
-    return told[0] if told else None
+    output = subprocess.run(asked, capture_output=True, text=True).stdout.split()
+    return output[0] if output else None
 
 
 def backends(device: torch.device) -> dict[str, list[str]]:

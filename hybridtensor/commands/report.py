@@ -30,8 +30,8 @@ def run(given: argparse.Namespace) -> int:
         recording = Recording.load(given.file)
         last = recording.samples[-1] if recording.samples else None
         scalars = {} if last is None else last.scalars()
-        told = {name: value if value == value else None for name, value in scalars.items()}
-        print_json({"step": None if last is None else last.step, "numbers": told})
+        numbers = {name: value if value == value else None for name, value in scalars.items()}
+        print_json({"step": None if last is None else last.step, "numbers": numbers})
         return 0
     if not given.file.is_file():
         raise ValueError(

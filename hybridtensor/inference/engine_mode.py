@@ -55,8 +55,8 @@ class EngineWeight(NamedTuple):
     scales: tuple[Tensor, ...] | None = None
 
     @property
-    def told(self) -> str:
-        """How inputs are quantized, for people."""
+    def input_format(self) -> str:
+        """The format of quantized inputs, for people."""
         if self.inputs is None:
             return "none"
         return str(self.inputs.format) if self.scales is None else f"{self.inputs.format}, static"

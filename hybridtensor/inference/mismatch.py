@@ -263,7 +263,7 @@ def _compared(
             value = max(value, float(difference.max()) if difference.numel() else 0.0)
             differing, total = differing + int((apart != 0).sum()), total + apart.numel()
     layouts = "/".join(dict.fromkeys(one.layout.name for one in some if one.layout is not None))
-    rules = dict.fromkeys(weights[one.name].told for one in some)
+    rules = dict.fromkeys(weights[one.name].input_format for one in some)
     name = next(
         one.layer.name if not one.layer.is_stack else one.name.rpartition(".")[0]
         for one in some

@@ -138,11 +138,11 @@ def _read(
 
 def _digest(found: list[Exported]) -> str:
     """Return a digest of what every rank must export alike, or gathers would mix or wait for ever."""
-    told = [
+    described = [
         (one.name, tuple(one.value.shape), str(one.format), one.layout and one.layout.name)
         for one in found
     ]
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
 
 
 def _named(

@@ -2,7 +2,7 @@
 
 from hybridtensor.linear import interception  # noqa: F401  (registers the torch functions)
 from hybridtensor.linear.function import linear
-from hybridtensor.linear.input_operands import KeptInput, input_operand
+from hybridtensor.linear.input_operands import SavedInput, input_operand
 from hybridtensor.linear.operands import Needs, Operand
 from hybridtensor.linear.products import Backward, Gradients, output
 from hybridtensor.linear.sharing import share_inputs
@@ -12,9 +12,9 @@ __all__ = [
     "Backward",
     "GatheredWeight",
     "Gradients",
-    "KeptInput",
     "Needs",
     "Operand",
+    "SavedInput",
     "input_operand",
     "linear",
     "output",

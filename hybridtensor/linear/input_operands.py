@@ -3,10 +3,10 @@
 | class | from |
 |---|---|
 | ``Operand`` | faces that exist after forward: cast now, shared, or those of an input that was quantized before |
-| ``KeptInput`` | an input in high precision that is kept; backward makes its columnwise face |
+| ``SavedInput`` | an input in high precision that is saved for backward, which makes its columnwise face |
 | ``ShardedInput`` | an input whose tokens are on several ranks; backward gathers the columnwise face |
 
-An input is kept if the recipe says so, or if backward has it anyway: what attention returned, and in a graph of
+An input is saved if the recipe says so, or if backward has it anyway: what attention returned, and in a graph of
 ``torch.compile`` also what a norm or an activation returned, which a compiler recomputes from what their own backward
 needs.
 """
@@ -44,13 +44,13 @@ from hybridtensor.subclasses.sharded_face import ShardedFace
 from hybridtensor.subclasses.shared_face import SharedFace
 
 
-class KeptInput(Operand):
+class SavedInput(Operand):
     """A high-precision input, saved as it is: backward quantizes its columnwise face.
 
     ::
 
         config = ht.HybridConfig.parse("fp8+save_original_input")
-        kept = ht.linear.input_operand(x, x, weight, config, needs, context)
+        saved = ht.linear.input_operand(x, x, weight, config, needs, context)
     """
 
     __slots__ = ("_after", "_config", "_context", "_dtype", "_recomputed", "_sharing", "_x")
@@ -175,8 +175,8 @@ def input_operand(
     # What another operation saves anyway costs no memory. Faces of all inputs are 1.2 GiB in six compiled blocks of
     # 8192 tokens.
     free = needs.weight and _backward_has(cast_from, input, config, context)
-    kept = free or (needs.weight and config.save_original_input)
-    columnwise = needs.weight and not kept
+    saved = free or (needs.weight and config.save_original_input)
+    columnwise = needs.weight and not saved
     how = (config.input, columnwise, dtype)
     if config.input.repeatable:
         read = reading(cast_from, weight.record, how, context)
@@ -184,7 +184,7 @@ def input_operand(
         read = _reading_by_state(cast_from, weight, how, context)
     if read.faces is None:
         at_once = for_products(context, dtype, row=True, column=False)
-        if kept:
+        if saved:
             at_once = measured_in_backward(at_once, config.input)
         if read.amax_record is not None and at_once.state is not None:
             at_once = at_once._replace(state=at_once.state._replace(amax=read.amax_record))
@@ -192,8 +192,8 @@ def input_operand(
             input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype, context=at_once
         )
     row, column = read.faces
-    if kept:
-        return KeptInput(
+    if saved:
+        return SavedInput(
             row, input, config, dtype, context, read.columnwise, free, read.amax_record
         )
     return Operand(row, column, read.amax_record)
@@ -238,7 +238,7 @@ def _backward_has(input: Tensor, x: Tensor, config: HybridConfig, context: Conte
     of_attention = node.name().startswith(_ATTENTION)
     if not traced and not (of_attention and x is input):
         return False
-    if not _can_be_kept(config.input, state_holds=traced):
+    if not _can_be_saved(config.input, state_holds=traced):
         return False
     if traced:
         return not is_in_region(x) if of_attention else _keeps_inputs(node) and can_recompute(x)
@@ -246,7 +246,7 @@ def _backward_has(input: Tensor, x: Tensor, config: HybridConfig, context: Conte
 
 
 @functools.lru_cache(maxsize=256)
-def _can_be_kept(quantizer: Quantizer, *, state_holds: bool) -> bool:
+def _can_be_saved(quantizer: Quantizer, *, state_holds: bool) -> bool:
     """Return whether the columnwise face can be recomputed from the tensor; with ``state_holds`` also by delayed
     scales."""
     own, source = quantizer, "original"

@@ -23,7 +23,7 @@ from hybridtensor.quantizers.plans import CastPlan, cast_plan, measuring_plan
 from hybridtensor.state import Context, LayerState
 from hybridtensor.state.step import after_step
 from hybridtensor.subclasses import MasterWeight
-from hybridtensor.subclasses.kept_faces import Kept, Stamp, stream_of
+from hybridtensor.subclasses.face_cache import CachedFaces, Stamp, stream_of
 from hybridtensor.subclasses.observing import observers
 
 _BUCKET = 2**26
@@ -85,28 +85,30 @@ def _as_tensors() -> Iterator[None]:
 class _Job:
     """One weight's cast, with what it depends on (``stamp``) and the cache that receives the faces."""
 
-    __slots__ = ("_context", "_stamp", "_weight", "kept", "plain")
+    __slots__ = ("_context", "_stamp", "_weight", "cached", "plain")
 
-    def __init__(self, weight: MasterWeight, stamp: Stamp, context: Context, kept: Kept) -> None:
+    def __init__(
+        self, weight: MasterWeight, stamp: Stamp, context: Context, cached: CachedFaces
+    ) -> None:
         self._weight, self._stamp, self._context = weight, stamp, context
-        self.plain, self.kept = weight.plain, kept
+        self.plain, self.cached = weight.plain, cached
 
     def inputs(self, plan: CastPlan) -> CastInputs:
         """Return the tensors that a cast needs besides the weight: amaxes to scale by, and where to record them."""
-        context, kept = self._context, self.kept
+        context, cached = self._context, self.cached
         state = context.state
-        if state is not None and state.amax is not kept.amax_record:
-            context = context._replace(state=state._replace(amax=kept.amax_record))
-        return plan.inputs(self.plain, context, kept.amaxes)
+        if state is not None and state.amax is not cached.amax_record:
+            context = context._replace(state=state._replace(amax=cached.amax_record))
+        return plan.inputs(self.plain, context, cached.amaxes)
 
-    def keep(self, made: Faces) -> None:
-        weight, kept = self._weight, self.kept
+    def store(self, made: Faces) -> None:
+        weight, cached = self._weight, self.cached
         row, column = made
         if row is not None:
-            kept.row = row
+            cached.row = row
         if column is not None:
-            kept.column = column
-        weight.record.kept.keep(weight.place, self._stamp, kept, stream_of(self.plain))
+            cached.column = column
+        weight.record.face_cache.store(weight.place, self._stamp, cached, stream_of(self.plain))
 
 
 Kind = tuple[CastPlan, CastPlan | None, int]
@@ -147,7 +149,7 @@ class _Jobs:
     def add_for_forward(self, weight: MasterWeight) -> None:
         """Add the cast of the next forward, unless its face is cached."""
         record = weight.record
-        faces = record.kept
+        faces = record.face_cache
         # Read before ``begin``, which forgets the last use.
         use, dtype = faces.last_use, faces.dtype
         if use is None or dtype is None:
@@ -171,17 +173,17 @@ class _Jobs:
         state, records = context.state, 0
         if use.trained and plan.needs.delayed and state is not None and state.amax is not None:
             records = len(state.slots)
-        self._add((plan, measuring, records), _Job(weight, stamp, context, Kept()))
+        self._add((plan, measuring, records), _Job(weight, stamp, context, CachedFaces()))
 
     def add_for_backward(self, weight: MasterWeight) -> None:
         """Add the cast of the next backward, unless its face is cached."""
-        faces = weight.record.kept
+        faces = weight.record.face_cache
         dtype = faces.dtype
         if dtype is None or not faces.awaits_column:
             return
         stamp, plain, config = weight.stamp(dtype), weight.plain, weight.config
-        kept = faces.current(weight.place, stamp)
-        if kept is None or kept.column is not None or weight.source is not plain:
+        cached = faces.current(weight.place, stamp)
+        if cached is None or cached.column is not None or weight.source is not plain:
             return
         if faces.used_on != stream_of(plain):
             return  # this stream does not wait for what that forward measured
@@ -190,11 +192,11 @@ class _Jobs:
         _, outlast = faces.lifetime(config.keep_faces)
         context = weight.context if outlast else weight.context_of_products(dtype)
         plan, _ = self.plans(context, dtype, weight, False, True)
-        if plan is not None and not (any(plan.measured) and kept.amaxes[1] is None):
-            self._add((plan, None, 0), _Job(weight, stamp, context, kept))
+        if plan is not None and not (any(plan.measured) and cached.amaxes[1] is None):
+            self._add((plan, None, 0), _Job(weight, stamp, context, cached))
 
     def _add(self, kind: Kind, job: _Job) -> None:
-        self.found.setdefault((kind, job.kept.amax_record is None), []).append(job)
+        self.found.setdefault((kind, job.cached.amax_record is None), []).append(job)
 
     def run(self) -> int:
         """Measure and cast the weights, one launch per kind, and cache the faces; return the number of elements."""
@@ -205,12 +207,12 @@ class _Jobs:
                 # One launch for all weights: each cast by itself takes the host 25 us.
                 found = ops.measure_all(plains, measuring.request)
                 for job, amaxes in zip(jobs, found, strict=True):
-                    job.kept.amaxes = measuring.of_measured(*amaxes)
+                    job.cached.amaxes = measuring.of_measured(*amaxes)
             if records:
                 _make_records(jobs, records)
             made = ops.quantize_all(plains, plan.run_request, [job.inputs(plan) for job in jobs])
             for job, faces in zip(jobs, made, strict=True):
-                job.keep(faces)
+                job.store(faces)
             total += sum([plain.numel() for plain in plains])
         return total
 
@@ -220,7 +222,7 @@ def _make_records(jobs: list[_Job], size: int) -> None:
     room = -(-size // _ALIGNED) * _ALIGNED
     memory = torch.zeros(len(jobs) * room, dtype=torch.float32, device=jobs[0].plain.device)
     for index, job in enumerate(jobs):
-        job.kept.amax_record = memory.as_strided((size,), (1,), index * room)
+        job.cached.amax_record = memory.as_strided((size,), (1,), index * room)
 
 
 def _weight_of(layer: nn.Module, name: str) -> MasterWeight | None:

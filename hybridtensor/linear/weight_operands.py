@@ -27,7 +27,7 @@ from hybridtensor.quantizers import HybridQuantizer
 from hybridtensor.quantizers.plans import measured_in_backward
 from hybridtensor.state import Context, StateTensors
 from hybridtensor.subclasses import HybridTensor, MasterWeight
-from hybridtensor.subclasses.kept_faces import Seen
+from hybridtensor.subclasses.face_cache import Seen
 from hybridtensor.subclasses.observing import for_products_of_weight
 
 
@@ -59,10 +59,10 @@ class MasterOperand(Operand):
             context = weight.context  # with the common scale as it is now
         self._context = context
         stamp = weight.stamp(dtype, seen)
-        if weight.record.kept.is_old(stamp):
+        if weight.record.face_cache.is_old(stamp):
             # Together with its neighbours in the model: two launches for all of them.
             refresh_bucket(weight)
-        kept = weight.faces_in_eager_code(
+        cached = weight.faces_in_eager_code(
             rowwise=True,
             columnwise=False,
             dtype=dtype,
@@ -72,13 +72,13 @@ class MasterOperand(Operand):
             context=context,
             stamp=stamp,
         )
-        super().__init__(kept.row, None, kept.amax_record)
+        super().__init__(cached.row, None, cached.amax_record)
         self._weight: MasterWeight | None = weight
         self._dtype, self._config, self._record = dtype, weight.config, weight.record
 
     def save(self) -> list[Tensor]:
         self._row = None
-        self._record.kept.end_forward(
+        self._record.face_cache.end_forward(
             self._config.keep_faces,
             trained=self._training,
             backward_follows=self._backward_follows,
@@ -98,7 +98,7 @@ class MasterOperand(Operand):
         same_recipe = config is self._config or config == self._config
         seen = self._unchanged(weight, same_recipe)
         if same_recipe:
-            if self._record.kept.awaits_column:
+            if self._record.face_cache.awaits_column:
                 # The columnwise faces of all whose forward is over, in one launch.
                 add_columns_of_bucket(weight)
             column = weight.faces_in_eager_code(
@@ -138,7 +138,7 @@ class MasterOperand(Operand):
 
     def release(self, *, used: bool) -> None:
         if used:
-            self._record.kept.end_backward(self._config.keep_faces)
+            self._record.face_cache.end_backward(self._config.keep_faces)
         if not _is_retained():
             self._weight = None  # as autograd lets go of what it saved, though the loss lives on
 

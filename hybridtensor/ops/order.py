@@ -128,8 +128,8 @@ def _reads_state(node: fx.Node) -> bool:
     while left:
         at = left.pop()
         if at.op == "placeholder":
-            told = at.meta.get("tensor_meta")
-            if told is not None and told.dtype.is_floating_point and not told.requires_grad:
+            known = at.meta.get("tensor_meta")
+            if known is not None and known.dtype.is_floating_point and not known.requires_grad:
                 return True
         if at.op == "call_function" and _is_recomputable(at) and not _is_residual(at):
             before = set(at.all_input_nodes) - seen

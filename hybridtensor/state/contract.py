@@ -132,9 +132,9 @@ def _require_same_steps(step_counts: Tensor) -> None:
     """Raise RuntimeError unless all ranks took equally many steps."""
     for numbers, what in zip(step_counts.tolist(), ("step_", "step of the optimizer"), strict=True):
         if len(set(numbers)) > 1:
-            told = ", ".join(
+            counts = ", ".join(
                 f"rank {rank} is at {what} {int(n) + 1}" for rank, n in enumerate(numbers[:8])
             )
             raise RuntimeError(
-                f"step_: {told}; all ranks call optimizer.step() and step_ equally often"
+                f"step_: {counts}; all ranks call optimizer.step() and step_ equally often"
             )

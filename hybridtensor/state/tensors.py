@@ -103,5 +103,5 @@ class CommonAmax(Protocol):
     def modules(self) -> list[nn.Module | None]:
         """The layers; None for collected ones."""
 
-    def renew(self) -> None:
+    def measure_written(self) -> None:
         """Measure the weights that were written."""

@@ -77,7 +77,7 @@ class CommonScale:
             )
         return [_part(module.weight) for module in modules if module is not None]  # type: ignore[arg-type]
 
-    def renew(self) -> None:
+    def measure_written(self) -> None:
         """Measure master weights that were written; FSDP2's shards are measured in all-gathers, over all ranks."""
         weights: list[Any] = self.parts
         if any(getattr(weight, "record", None) and weight.record.shard for weight in weights):

@@ -181,7 +181,7 @@ class InterceptingTensor(WrapperTensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Metadata, Metadata | None]]:
         # Guards and AOTAutograd ask three times per call of a graph. The state's tensors are new if anything of the
-        # layer changed, and always where a common scale must be renewed.
+        # layer changed, and always where a common scale must be measured.
         record, known, is_set = self.record, self._flattened, self.is_set()
         layer = record.layer
         state = layer.tensors() if isinstance(layer, LayerState) else None

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hybridtensor.arguments import require_dtype, require_flag, wrong
 from hybridtensor.ops.library import is_captured
 from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.subclasses.face_cache import place_of, stream_of
 from hybridtensor.subclasses.intercepting import InterceptingTensor
-from hybridtensor.subclasses.kept_faces import place_of, stream_of
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.quantized_when_used import QuantizedWhenUsed
 from hybridtensor.subclasses.record import WeightRecord, version_of
@@ -105,7 +105,7 @@ class MasterWeight(QuantizedWhenUsed):
             # torch calls this while it traces; active modes would record the update in the graph. The function that
             # disables them is private
             with _disable_current_modes():
-                self.renew_common_scale()
+                self.measure_common_scale()
         return super().carried()
 
     def take_memory(self, plain: Tensor) -> None:

@@ -13,8 +13,8 @@ from hybridtensor.ops.library import is_recorded, is_traced
 from hybridtensor.quantizers.plans import measured
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context, LayerState
+from hybridtensor.subclasses.face_cache import Amaxes, CachedFaces, Place, Seen, Stamp, stream_of
 from hybridtensor.subclasses.intercepting import InterceptingTensor
-from hybridtensor.subclasses.kept_faces import Amaxes, Kept, Place, Seen, Stamp, stream_of
 from hybridtensor.subclasses.observing import for_products_of_weight, observers
 from hybridtensor.subclasses.record import read_version, version_of
 
@@ -85,7 +85,7 @@ class QuantizedWhenUsed(InterceptingTensor):
             scales, common = layer.version, layer.common
             if common is not None:
                 # First: it counts writes of sibling weights, too, and may change the version that is read next.
-                common.renew()
+                common.measure_written()
                 scales = scales, common.version
         own, of_plain = self._versions()
         record.count_others(self.plain, of_plain)
@@ -134,12 +134,12 @@ class QuantizedWhenUsed(InterceptingTensor):
         """Return the faces asked for, those in high precision in ``dtype``."""
         if is_traced():
             self.check_common_scale()
-            kept = self._made(rowwise, columnwise, dtype, self.context, amax_record)
+            cached = self._made(rowwise, columnwise, dtype, self.context, amax_record)
         else:
-            kept = self.faces_in_eager_code(
+            cached = self.faces_in_eager_code(
                 rowwise=rowwise, columnwise=columnwise, dtype=dtype, amax_record=amax_record
             )
-        return kept.row if rowwise else None, kept.column if columnwise else None
+        return cached.row if rowwise else None, cached.column if columnwise else None
 
     def faces_in_eager_code(
         self,
@@ -152,7 +152,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         amax_record: AmaxRecord | Tensor | ReturnedAmaxes | None = None,
         context: Context | None = None,
         stamp: Stamp | None = None,
-    ) -> Kept:
+    ) -> CachedFaces:
         """Return the faces asked for, and maybe others.
 
         Faces are cached as the recipe's ``keep_faces`` says, until the next write; missing ones are added. Under a
@@ -163,7 +163,7 @@ class QuantizedWhenUsed(InterceptingTensor):
             columnwise: See ``faces``.
             dtype: See ``faces``.
             trained: The forward is one of training.
-            backward_follows: A backward will ask for the columnwise face: one cast makes both, if they are kept.
+            backward_follows: A backward will ask for the columnwise face: one cast makes both, if they are cached.
             amax_record: See ``faces``.
             context: ``self.context``, if the caller has it.
             stamp: ``self.stamp(dtype)``, if the caller has it.
@@ -179,16 +179,16 @@ class QuantizedWhenUsed(InterceptingTensor):
             with torch.no_grad():
                 return self._made(rowwise, columnwise, dtype, context, amax_record)
         use = rowwise, trained, backward_follows
-        kept = record.kept.use(self.place, stamp, stream_of(plain), *use)
+        cached = record.face_cache.use(self.place, stamp, stream_of(plain), *use)
         wanted = rowwise, columnwise, trained, backward_follows
         if not torch.is_grad_enabled():  # as inside of autograd functions
-            return self._completed(kept, stamp, *wanted, amax_record, context)
+            return self._completed(cached, stamp, *wanted, amax_record, context)
         with torch.no_grad():
-            return self._completed(kept, stamp, *wanted, amax_record, context)
+            return self._completed(cached, stamp, *wanted, amax_record, context)
 
     def _completed(
         self,
-        kept: Kept,
+        cached: CachedFaces,
         stamp: Stamp,
         rowwise: bool,
         columnwise: bool,
@@ -196,23 +196,23 @@ class QuantizedWhenUsed(InterceptingTensor):
         backward_follows: bool,
         amax_record: AmaxRecord | Tensor | ReturnedAmaxes | None,
         context: Context,
-    ) -> Kept:
+    ) -> CachedFaces:
         """Return the cached faces, quantizing the missing ones."""
-        outlast, outlast_step = self.record.kept.lifetime(self.config.keep_faces)
+        outlast, outlast_step = self.record.face_cache.lifetime(self.config.keep_faces)
         both = backward_follows and outlast
         lasting = outlast_step if columnwise else not trained or outlast
         unmeasured = (
-            amax_record is not None and kept.amax_record is None
+            amax_record is not None and cached.amax_record is None
         )  # it was made for evaluation
-        row, column = kept.row, kept.column
+        row, column = cached.row, cached.column
         if lasting or observers:  # not only products read the faces
             row, column = _of_elements(row), _of_elements(column)
         row_is_missing = rowwise and (row is None or unmeasured)
         column_is_missing = (columnwise or both) and (column is None or unmeasured)
         if not (row_is_missing or column_is_missing):
-            return kept
+            return cached
         dtype = stamp[-1]
-        amaxes = kept.amaxes
+        amaxes = cached.amaxes
         # Comparing tensors takes longer than all else here
         unknown = amaxes[0] is None and amaxes[1] is None
         if backward_follows and not both and unknown:
@@ -220,11 +220,11 @@ class QuantizedWhenUsed(InterceptingTensor):
             amaxes = self.amaxes(dtype, context)
         if not lasting:
             context = for_products_of_weight(context, dtype, self.config, self.plain.device)
-        amax_record = amax_record if kept.amax_record is None else kept.amax_record
+        amax_record = amax_record if cached.amax_record is None else cached.amax_record
         made = self._made(row_is_missing, column_is_missing, dtype, context, amax_record, amaxes)
-        kept = Kept(made.row or row, made.column or column, amaxes, made.amax_record)
-        self.record.kept.keep(self.place, stamp, kept)
-        return kept
+        cached = CachedFaces(made.row or row, made.column or column, amaxes, made.amax_record)
+        self.record.face_cache.store(self.place, stamp, cached)
+        return cached
 
     def _made(
         self,
@@ -234,14 +234,14 @@ class QuantizedWhenUsed(InterceptingTensor):
         context: Context,
         amax_record: AmaxRecord | Tensor | ReturnedAmaxes | None,
         amaxes: Amaxes = (None, None),
-    ) -> Kept:
+    ) -> CachedFaces:
         """Quantize faces now, with where their amaxes are recorded."""
         if isinstance(amax_record, AmaxRecord):
             amax_record = amax_record.provisional()
         if context.state is not None and context.state.amax is not amax_record:
             context = context._replace(state=context.state._replace(amax=amax_record))
         row, column = self.quantized(rowwise, columnwise, dtype, amaxes=amaxes, context=context)
-        return Kept(row, column, amaxes, amax_record)
+        return CachedFaces(row, column, amaxes, amax_record)
 
     def amaxes(self, dtype: torch.dtype, context: Context | None = None) -> Amaxes:
         """Measure both faces' amaxes at once, if they are quantized one by one."""
@@ -279,17 +279,17 @@ class QuantizedWhenUsed(InterceptingTensor):
         """Return the rowwise face of the next forward without recording amaxes or caching; may alias the cached
         face."""
         stamp = self.stamp(self.dtype)
-        row = self.record.kept.rowwise(self.place, stamp)
+        row = self.record.face_cache.rowwise(self.place, stamp)
         made = self.quantized(True, False, self.dtype, record=False)[0] if row is None else row
         if made is None:
             raise ValueError(f"MasterWeight: {self.config.weight} made no rowwise face")
         return made
 
-    def renew_common_scale(self) -> None:
+    def measure_common_scale(self) -> None:
         """Update the common scale by the weights that were written."""
         common = getattr(self.record.layer, "common", None)
         if common is not None:
-            common.renew()
+            common.measure_written()
 
     def check_common_scale(self) -> None:
         """Raise if a graph writes a weight before using it: its common scale is a graph input."""

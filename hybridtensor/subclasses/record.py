@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hybridtensor.ops.amaxes import ReturnedAmaxes
 from hybridtensor.state import Context, LayerState, Section, StateTensors
+from hybridtensor.subclasses.face_cache import FaceCache
 from hybridtensor.subclasses.high_precision import HighPrecisionValues
-from hybridtensor.subclasses.kept_faces import KeptFaces
 
 # The private counter by which autograd notices writes; its getter is faster than the attribute.
 read_version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
@@ -72,7 +72,7 @@ class WeightRecord:
         counted_writes: ``writes`` when writes of compiled code were counted last.
         is_held_elsewhere: Whether the memory had an alias when writes were counted last.
         replayed: Whether a CUDA graph captured a write, whose replays are not counted.
-        kept: The cached faces.
+        face_cache: The cached faces.
         context: Cached context of the weight; None if it was not requested, or for a stack.
         for_products: Cached ``context``, and the context of faces that only products read.
         readers: The layers that an input was quantized for; None of any other tensor.
@@ -88,11 +88,11 @@ class WeightRecord:
         "context",
         "counted_writes",
         "cut",
+        "face_cache",
         "first",
         "for_products",
         "gathered",
         "is_held_elsewhere",
-        "kept",
         "layer",
         "readers",
         "replayed",
@@ -118,7 +118,7 @@ class WeightRecord:
         self.written_on: int | None = None
         self.counted_writes = 0
         self.is_held_elsewhere = False
-        self.kept = KeptFaces()
+        self.face_cache = FaceCache()
         self.context: Context | None = None
         self.for_products: tuple[Context, Context] | None = None
         self.readers: ReadBy | None = None
@@ -146,7 +146,7 @@ class WeightRecord:
         """Record a write, which invalidates faces, and may be ``captured`` in a CUDA graph."""
         self.changes += 1
         self.writes += 1
-        self.kept.clear()
+        self.face_cache.clear()
         self.replayed = self.replayed or captured
 
     def alias_for_others(self, plain: Tensor) -> Tensor:

@@ -95,8 +95,8 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
 def _first_line(error: Exception) -> str:
     """Return the first line of an error from torch's unpickler, without its advice to disable the checks."""
     text, _, reason = str(error).partition("WeightsUnpickler error: ")
-    told = f"Weights only load failed: {reason.partition('. Please')[0]}" if reason else text
-    return f"{type(error).__name__}: {told}".partition("\n")[0]
+    message = f"Weights only load failed: {reason.partition('. Please')[0]}" if reason else text
+    return f"{type(error).__name__}: {message}".partition("\n")[0]
 
 
 def check_archive(stream: IO[bytes]) -> None:

@@ -131,8 +131,8 @@ class Folder:
         try:
             files = read_json(file.parent, file.name, _LIMIT)["files"]
             known = {
-                _plain(name): (int(told["size"]), str(told["sha256"]))
-                for name, told in files.items()
+                _plain(name): (int(entry["size"]), str(entry["sha256"]))
+                for name, entry in files.items()
             }
         except _DAMAGE as error:
             raise ValueError(
@@ -153,11 +153,11 @@ class Folder:
             return
         file = _regular(self._who, path, CONFIG)
         try:
-            told = read_json(file.parent, file.name, _LIMIT, infinite=True).get(
+            settings = read_json(file.parent, file.name, _LIMIT, infinite=True).get(
                 "quantization_config"
             )
-            method = None if told is None else told["quant_method"]
-            block = None if told is None else told.get("weight_block_size")
+            method = None if settings is None else settings["quant_method"]
+            block = None if settings is None else settings.get("weight_block_size")
         except _DAMAGE as error:
             raise ValueError(
                 f"{self._who}: {CONFIG} as transformers writes it is required in {path}, got {error!r}"

@@ -116,9 +116,9 @@ def _scatter(figures: Sequence[Mapping[_Key, _Figures]]) -> float:
 def beside(first: Recording, second: Recording, names: tuple[str, str]) -> str:
     """Render two recordings side by side: findings first, then all faces and products."""
     found = compare(first, second, names)
-    told = _findings(found) + _only(first, second, names) + _recipes(first, second, names)
-    told += _losses(first, second, names) + f"<p class=quiet>{escape(_thresholds(found))}</p>"
-    return section(f"Side by side: {names[0]} and {names[1]}", told + _table(found))
+    text = _findings(found) + _only(first, second, names) + _recipes(first, second, names)
+    text += _losses(first, second, names) + f"<p class=quiet>{escape(_thresholds(found))}</p>"
+    return section(f"Side by side: {names[0]} and {names[1]}", text + _table(found))
 
 
 def _findings(found: Compared) -> str:
@@ -193,25 +193,25 @@ def _thresholds(found: Compared) -> str:
         if found.common
         else f"all sampled steps, {a} and {b}, as none has the same number"
     )
-    told = (
+    text = (
         f"Compared is the mean SQNR over {steps}. A difference counts from {TWICE:.1f} dB on, where one has twice the "
         "noise of the other"
     )
     if math.isnan(found.scatter):
-        return f"{told}. How much figures scatter between steps is not known: each has been measured once."
+        return f"{text}. How much figures scatter between steps is not known: each has been measured once."
     return (
-        f"{told}, and from {_ERRORS} standard errors on: in these recordings a figure scatters by "
+        f"{text}, and from {_ERRORS} standard errors on: in these recordings a figure scatters by "
         f"{found.scatter:.2f} dB from step to step."
     )
 
 
 def _only(first: Recording, second: Recording, names: tuple[str, str]) -> str:
-    told = ""
+    text = ""
     for own, other, name in ((first, second, names[0]), (second, first, names[1])):
         layers = [layer for layer in _layers(own) if layer not in _layers(other)]
         if layers:
-            told += f"<p>Only in {escape(name)}: {escape(_listed(layers))}</p>"
-    return told
+            text += f"<p>Only in {escape(name)}: {escape(_listed(layers))}</p>"
+    return text
 
 
 def _layers(recording: Recording) -> dict[str, None]:
@@ -275,5 +275,5 @@ def _row(pair: _Pair) -> str:
         "not measured" if one is None else decibel(one.mean) for one in (pair.first, pair.second)
     ]
     d = pair.difference
-    told = "" if d is None or math.isnan(d) else f"{d:+.1f}"
-    return table_row((pair.layer, pair.name, *formats), (*numbers, told), pair.anchor)
+    text = "" if d is None or math.isnan(d) else f"{d:+.1f}"
+    return table_row((pair.layer, pair.name, *formats), (*numbers, text), pair.anchor)

@@ -36,10 +36,10 @@ def findings(recording: Recording, found: Sequence[Judged]) -> str:
         f"<em>Try {escape(remedy(one, recording.recipes.get(one.row.layer, '')))}.</em></li>"
         for one in out[:MOST]
     )
-    told = f"<ul>{shown}</ul>" if out else f"<p>{_nothing(found)}</p>"
+    text = f"<ul>{shown}</ul>" if out else f"<p>{_nothing(found)}</p>"
     if len(out) > MOST:
-        told += f"<p>And {len(out) - MOST} more, which the tables have.</p>"
-    return f"{told}<p class=quiet>{escape(_thresholds(found))}</p>"
+        text += f"<p>And {len(out) - MOST} more, which the tables have.</p>"
+    return f"{text}<p class=quiet>{escape(_thresholds(found))}</p>"
 
 
 def link(one: Judged) -> str:
@@ -54,25 +54,25 @@ def sentence(one: Judged) -> str:
     often = f"in {one.below} of {one.measured} sampled steps"
     against = f"the threshold of {decibel(one.threshold)} dB (expected: {decibel(one.expected)} dB, {one.source})"
     if one.margin < 0:
-        told = f"{decibel(one.sqnr)} dB, {-one.margin:.1f} dB below {against}, {often}."
+        text = f"{decibel(one.sqnr)} dB, {-one.margin:.1f} dB below {against}, {often}."
     elif one.row_margin < 0:
-        told = (
+        text = (
             f"{decibel(one.sqnr)} dB overall hide a row of {decibel(one.row_sqnr)} dB, {-one.row_margin:.1f} dB "
             f"below the threshold of {decibel(one.row_threshold)} dB (expected of the noisiest row: "
             f"{decibel(one.expected_row)} dB, {one.source})."
         )
     else:
-        told = (
+        text = (
             f"{decibel(one.worst_sqnr)} dB in step {one.worst_step}, below {against}, {often}; "
             f"no longer in the last one, with {decibel(one.sqnr)} dB."
         )
-    return told + _causes(one)
+    return text + _causes(one)
 
 
 def _causes(one: Judged) -> str:
     """Format other symptoms: underflow, overflow, unused range."""
     numbers = one.row.statistics
-    told = [
+    details = [
         f"{numbers[name]:.3g} % of {words}"
         for name, words in (
             ("underflows%", "its values became zero"),
@@ -82,8 +82,8 @@ def _causes(one: Judged) -> str:
         if numbers.get(name, 0.0) > 0
     ]
     if one.margin < 0 and one.row_sqnr is not None and one.row_margin < one.margin:
-        told.append(f"its noisiest row has {decibel(one.row_sqnr)} dB")
-    return f" {'; '.join(told)[0].upper()}{'; '.join(told)[1:]}." if told else ""
+        details.append(f"its noisiest row has {decibel(one.row_sqnr)} dB")
+    return f" {'; '.join(details)[0].upper()}{'; '.join(details)[1:]}." if details else ""
 
 
 def _nothing(found: Sequence[Judged]) -> str:
@@ -91,32 +91,32 @@ def _nothing(found: Sequence[Judged]) -> str:
     if not compared:
         return "Nothing stands out: there is nothing to compare with."
     closest = min(compared, key=nearest)
-    told = (
+    text = (
         f"Nothing stands out. The nearest to its threshold is {link(closest)}: {decibel(closest.sqnr)} dB, "
         f"{closest.margin:.1f} dB above {decibel(closest.threshold)} dB"
     )
     if nearest(closest) < closest.margin:
-        told += f", its noisiest row {closest.row_margin:.1f} dB above"
-    return f"{told}."
+        text += f", its noisiest row {closest.row_margin:.1f} dB above"
+    return f"{text}."
 
 
 def _thresholds(found: Sequence[Judged]) -> str:
     """Format where the thresholds come from."""
-    told = (
+    text = (
         f"A threshold is {ONE_BIT:.1f} dB, one bit of mantissa, below what is expected: less is no better than the "
         "same format with one bit less. Expected is the SQNR of normally distributed values, which this version has "
         "cast to the same format with the same rounding (docs/numerics.md defines the bits); in a product the noise "
         "of both operands adds up. A row is compared with the noisiest of 1,024 rows of 64 such values."
     )
     if any("median" in one.source for one in found):
-        told += " Of formats that are not known here the median of the same recording is taken."
+        text += " Of formats that are not known here the median of the same recording is taken."
     unknown = sum(one.expected is None for one in found)
     if unknown:
-        told += f" {unknown} faces or products have no threshold: their formats are not known here, and rare."
+        text += f" {unknown} faces or products have no threshold: their formats are not known here, and rare."
     faces = [one for one in found if one.is_face]
     if any(one.row_sqnr is None for one in faces):
-        told += (
+        text += (
             " This recording has no SQNR per row, which earlier versions did not record: an outlier may vanish in "
             "the mean. The tables have each face's worst step instead."
         )
-    return told
+    return text

@@ -21,7 +21,7 @@ def table_row(words: Iterable[str], numbers: Iterable[str], anchor: str = "") ->
 
 def table(names: Iterable[tuple[str, str]], rows: Iterable[str]) -> str:
     """Render a table of rendered rows; ``names`` are columns with tooltips."""
-    head = "".join(f"<th title='{escape(told)}'>{escape(name)}</th>" for name, told in names)
+    head = "".join(f"<th title='{escape(title)}'>{escape(name)}</th>" for name, title in names)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 

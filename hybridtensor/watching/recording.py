@@ -74,11 +74,11 @@ class Recording(Printed):
                 raise ValueError(f"version {_VERSION} is required, got {found['version']}")
             losses = tuple((_int(step), _float(loss)) for step, loss in _pairs(found["losses"]))
             samples = tuple(_sample(one) for one in found["samples"])
-            recipes, told = (
+            recipes, machine = (
                 {_string(a): _string(b) for a, b in found[name].items()}
                 for name in ("recipes", "machine")
             )
-            return cls(_int(found["every"], at_least=1), recipes, told, losses, samples)
+            return cls(_int(found["every"], at_least=1), recipes, machine, losses, samples)
         except (
             AttributeError,
             KeyError,

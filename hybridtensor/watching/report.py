@@ -218,16 +218,16 @@ def _alarms(recording: Recording) -> str:
         for row in sample.faces
         if row.statistics["nonfinite"]
     ]
-    told = []
+    shown = []
     if bad:
-        told.append(
+        shown.append(
             f"<p class=alarm>Not finite: {escape('; '.join(bad[:5]))}{' ...' if len(bad) > 5 else ''}</p>"
         )
     unseen = recording.samples[-1].unseen
     if unseen:
         names = "; ".join(f"{layer} ({why})" for layer, why in unseen[:8])
-        told.append(f"<p>Not measured: {escape(names)}{' ...' if len(unseen) > 8 else ''}</p>")
-    return "".join(told)
+        shown.append(f"<p>Not measured: {escape(names)}{' ...' if len(unseen) > 8 else ''}</p>")
+    return "".join(shown)
 
 
 def _loss(recording: Recording) -> str:
@@ -275,12 +275,12 @@ def _worst(found: Sequence[Judged]) -> str:
     """Render the noisiest faces and products, as last measured: all that stand out, and some more."""
     faces = [one for one in found if one.is_face]
     products = [one for one in found if not one.is_face]
-    told = [
+    shown = [
         section(f"The noisiest {name}", _table(of, names))
         for name, of, names in (("faces", faces, NAMES), ("products", products, PRODUCT_NAMES))
         if of
     ]
-    return "".join(told)
+    return "".join(shown)
 
 
 def _table(found: Sequence[Judged], names: dict[str, str]) -> str:

@@ -82,7 +82,7 @@ METHODS_OF_OTHERS = {
 }
 """Methods that only this package, and torch, call: with what they made, on every operation."""
 PARTS = {
-    *("Backward", "Gradients", "KeptInput", "GatheredWeight", "Needs", "Operand", "input_operand", "output"),
+    *("Backward", "Gradients", "SavedInput", "GatheredWeight", "Needs", "Operand", "input_operand", "output"),
     *("weight_operand", "Saving", "Traffic"),
 }
 """Parts of a layer, called on every product; and records that functions return."""

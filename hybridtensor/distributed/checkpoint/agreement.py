@@ -23,7 +23,7 @@ from hybridtensor.dtensor import local
 Replica: TypeAlias = tuple[tuple[object, ...], str]
 """Which part of a tensor a rank has, and the digest of its values."""
 
-_TOLD = 5
+_SHOWN = 5
 
 
 def check_arguments(ranks: Ranks, /, **given: object) -> None:
@@ -50,11 +50,11 @@ def check_plans(ranks: Ranks, plans: list[SavePlan]) -> None:
             kind = "no tensor"
             if data is not None:
                 kind = f"{tuple(data.size)} of {data.properties.dtype}"
-            told = known.setdefault(item.index.fqn, {}).setdefault(kind, [])
-            if rank not in told[-1:]:
-                told.append(rank)
+            holders = known.setdefault(item.index.fqn, {}).setdefault(kind, [])
+            if rank not in holders[-1:]:
+                holders.append(rank)
     wrong = [
-        f"{name} is {', '.join(f'{kind} on {_ranks(told)}' for kind, told in kinds.items())}"
+        f"{name} is {', '.join(f'{kind} on {_ranks(holders)}' for kind, holders in kinds.items())}"
         for name, kinds in known.items()
         if len(kinds) > 1
     ]
@@ -107,7 +107,7 @@ def compare_replicas(ranks: Ranks, collected: StateDict) -> None:
         for name, (part, digest) in of_rank.items():
             known.setdefault((name, part), {}).setdefault(digest, []).append(rank)
     wrong = [
-        f"{name} ({' and '.join(_ranks(told) for told in digests.values())} differ)"
+        f"{name} ({' and '.join(_ranks(holders) for holders in digests.values())} differ)"
         for (name, _), digests in known.items()
         if len(digests) > 1
     ]
@@ -145,5 +145,5 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _some(texts: list[str]) -> str:
-    more = f" and {len(texts) - _TOLD} more" if len(texts) > _TOLD else ""
-    return "; ".join(texts[:_TOLD]) + more
+    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return "; ".join(texts[:_SHOWN]) + more

@@ -140,14 +140,14 @@ class Entries:
             name: weight for name, weight in manifest.weights.items() if name.startswith(entries)
         }
 
-        def told(weight: Weight | None, recipes: dict[str, str]) -> str:
+        def shown(weight: Weight | None, recipes: dict[str, str]) -> str:
             if weight is None:
                 return "not quantized"
             return f"{recipes.get(weight.fingerprint, weight.fingerprint)} ({weight.kind})"
 
         return [
-            f"{name}: {told(stored.get(name), manifest.recipes)} there, "
-            f"{told(self.weights.get(name), self.recipes)} here"
+            f"{name}: {shown(stored.get(name), manifest.recipes)} there, "
+            f"{shown(self.weights.get(name), self.recipes)} here"
             for name in sorted({*stored, *self.weights})
             if stored.get(name) != self.weights.get(name)
         ]

@@ -133,8 +133,8 @@ def _read_newest(
             # Defects are gathered as texts, not raised: all ranks skip an unreadable step together,
             # and go on to the next one.
             read: list[tuple[LoadPlan, Staged]] = []
-            told = ranks.gather(partial(_read, path, planner, metadata, read))
-            wrong = list(dict.fromkeys(filter(None, told)))
+            answers = ranks.gather(partial(_read, path, planner, metadata, read))
+            wrong = list(dict.fromkeys(filter(None, answers)))
         if not wrong:
             for reason in reasons:
                 warnings.warn(f"checkpoint.load: {reason}; loading step {number}", stacklevel=3)
@@ -153,9 +153,9 @@ def _read_newest(
 
 def _wrong(ranks: Ranks, path: Path, number: int) -> list[str]:
     """Return the defects of a step, the same on all ranks."""
-    told = ranks.gather(partial(_problems, path, number, (ranks.rank, ranks.size)))
-    wrong = list(dict.fromkeys(text for _, texts in told for text in texts))
-    others = [rank for rank, (digest, _) in enumerate(told) if digest != told[0][0]]
+    answers = ranks.gather(partial(_problems, path, number, (ranks.rank, ranks.size)))
+    wrong = list(dict.fromkeys(text for _, texts in answers for text in texts))
+    others = [rank for rank, (digest, _) in enumerate(answers) if digest != answers[0][0]]
     if others and not wrong:
         wrong = [f"{path.name}: ranks {others} see another checkpoint there than rank 0"]
     return wrong

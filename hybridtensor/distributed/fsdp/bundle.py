@@ -108,7 +108,7 @@ class Bundle:
         group: The FSDP2 group of the weights, which caches their payloads.
         shards: The weights, in FSDP2's order.
         wanted: Of each, whether the rowwise face is wanted, and the columnwise one.
-        keeps: Whether what is sent can be sent again until a weight is written.
+        caches: Whether what is sent can be sent again until a weight is written.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class Bundle:
         group: WeightGroup,
         shards: tuple[Shard, ...],
         wanted: Sequence[tuple[bool, bool]],
-        keeps: bool,
+        caches: bool,
     ) -> None:
-        self._group, self._shards, self._wanted, self._keeps = group, shards, wanted, keeps
+        self._group, self._shards, self._wanted, self._caches = group, shards, wanted, caches
         self._sendings = tuple(
             Sending(shard.plan, shard.plan.sends(*asked), shard.dtype)
             for shard, asked in zip(shards, wanted, strict=True)
@@ -130,7 +130,7 @@ class Bundle:
         self._uncached: Payload | None = None
         self._payload: Payload | None = None
         self._received: tuple[Tensor, ...] = ()
-        self._time, self._may_keep = -1, False
+        self._time, self._may_cache = -1, False
 
     # -- before the gather
 
@@ -141,21 +141,21 @@ class Bundle:
         to copy it first."""
         if self._time != time:
             replayed = any(shard.replayed for shard in self._shards)
-            self._time, self._may_keep = time, self._keeps and not replayed
-        keeps = self._may_keep and not recorded
+            self._time, self._may_cache = time, self._caches and not replayed
+        caches = self._may_cache and not recorded
         # FSDP2 copies an offloaded shard to the device in each gather, and calls the hook of the
         # copy: only then is there something to quantize. On a mesh of CPUs the copy is the shard
         # itself.
-        if keeps and self._is_offloaded:
-            keeps = all(part.device == self._device for part in parts)
-        payload = self._cached_payload() if keeps else self._uncached_payload(recorded)
-        self._payload, comes_later = payload, self._is_offloaded and not keeps
-        if not keeps and not comes_later:
-            self._quantize(payload, range(len(parts)), parts, keeps=False)
-        elif keeps and payload.time != time:
+        if caches and self._is_offloaded:
+            caches = all(part.device == self._device for part in parts)
+        payload = self._cached_payload() if caches else self._uncached_payload(recorded)
+        self._payload, comes_later = payload, self._is_offloaded and not caches
+        if not caches and not comes_later:
+            self._quantize(payload, range(len(parts)), parts, caches=False)
+        elif caches and payload.time != time:
             pairs = zip(self._shards, payload.shares, strict=True)
             old = [i for i, (shard, share) in enumerate(pairs) if share.seen is not shard.seen]
-            self._quantize(payload, old, parts, keeps=True)
+            self._quantize(payload, old, parts, caches=True)
             payload.time = time
         gather: PreparedGather = payload.gathers[self]
         self._shards[self.sender].sharded.gather_into(gather.buffers)
@@ -194,7 +194,7 @@ class Bundle:
 
     def _uncached_payload(self, recorded: bool) -> Payload:
         """Return a payload for this gather alone, which is not cached."""
-        if self._keeps and not recorded:
+        if self._caches and not recorded:
             self._group.payloads.pop(self._shards, None)
         if self._uncached is None:
             self._uncached = self._new_payload(self._sendings)
@@ -204,19 +204,19 @@ class Bundle:
 
     def _cached_payload(self) -> Payload:
         """Return the cached payload of these weights, with all faces requested so far, which one launch quantizes."""
-        kept, sendings = self._group.payloads.get(self._shards), self._sendings
-        if kept is not None and self not in kept.gathers:
-            pairs = list(zip(sendings, kept.sendings, strict=True))
+        cached, sendings = self._group.payloads.get(self._shards), self._sendings
+        if cached is not None and self not in cached.gathers:
+            pairs = list(zip(sendings, cached.sendings, strict=True))
             if any(mine.plan is not old.plan or mine.dtype != old.dtype for mine, old in pairs):
-                kept = None
+                cached = None
             elif any(not set(mine.names) <= set(old.names) for mine, old in pairs):
-                sendings, kept = tuple(mine.joined(old) for mine, old in pairs), None
-        if kept is None:
-            kept = self._group.payloads[self._shards] = self._new_payload(sendings)
-        elif self not in kept.gathers:
-            self._add_gather(kept)
-        kept.order()
-        return kept
+                sendings, cached = tuple(mine.joined(old) for mine, old in pairs), None
+        if cached is None:
+            cached = self._group.payloads[self._shards] = self._new_payload(sendings)
+        elif self not in cached.gathers:
+            self._add_gather(cached)
+        cached.order()
+        return cached
 
     def _new_payload(self, sendings: tuple[Sending, ...]) -> Payload:
         with torch.inference_mode(False):
@@ -230,7 +230,7 @@ class Bundle:
             payload.gathers[self] = PreparedGather(payload, self._shards, self._wanted, names, self)
 
     def _quantize(
-        self, payload: Payload, chosen: Sequence[int], parts: Sequence[Weight], *, keeps: bool
+        self, payload: Payload, chosen: Sequence[int], parts: Sequence[Weight], *, caches: bool
     ) -> None:
         """Quantize some weights into the payload."""
         order, casts, values = None, [], []
@@ -240,7 +240,7 @@ class Bundle:
             if common is not None or shard.order is not order:
                 shard.order_amaxes()  # of all that are reduced together
                 order = shard.order
-            if not keeps or not isinstance(part, MasterWeight):
+            if not caches or not isinstance(part, MasterWeight):
                 fill(share, part, shard.part)
                 continue
             cast = self._payload_cast(shard, share, part)
@@ -251,7 +251,7 @@ class Bundle:
             # One launch for the group. With a payload per weight the host took 124 ms per step more than BF16's,
             # with one per group 88.
             payload.cast(casts, values)
-        if keeps:
+        if caches:
             for index in chosen:
                 payload.shares[index].seen = self._shards[index].seen
 

@@ -23,7 +23,7 @@ class Written(NamedTuple):
     values: Tensor
 
 
-def renew(written: Sequence[Written]) -> None:
+def update_scales(written: Sequence[Written]) -> None:
     """Update common scales on every rank; all-reduce those whose weights' amaxes are not reduced already."""
     for scale, members in by_scale(written, lambda one: one.part):
         order_of(scale).wait_for_last_use(members[0].values)

@@ -30,11 +30,13 @@ class Gather:
             names = shard.plan.sends(*wanted)
             if names != ("whole",):
                 # quantized, and not what is there anyway
-                keeps = "values" not in names and not isinstance(shard.sharded.tensor, HybridTensor)
-                by_kind.setdefault(keeps, []).append(index)
-        for keeps, indices in by_kind.items():
+                caches = "values" not in names and not isinstance(
+                    shard.sharded.tensor, HybridTensor
+                )
+                by_kind.setdefault(caches, []).append(index)
+        for caches, indices in by_kind.items():
             shards = tuple(group.shards[index] for index in indices)
-            bundle = Bundle(group, shards, [self._wanted[index] for index in indices], keeps)
+            bundle = Bundle(group, shards, [self._wanted[index] for index in indices], caches)
             self._bundles.append((bundle, indices))
             self._places.update({i: (bundle, number) for number, i in enumerate(indices)})
         self._shards = group.shards
@@ -108,7 +110,7 @@ class WeightGroup:
             self._kinds = kinds
         parts: list[Any] = [every[index] for index in self._indices]
         adopts = not sharded.before_backward
-        # All weights are looked at before any is quantized: renewing the amaxes of one may change
+        # All weights are looked at before any is quantized: reducing the amaxes of one may change
         # what another one is scaled by.
         for shard, part in zip(self.shards, parts, strict=True):
             if shard.check_writes(part, adopts=adopts):

@@ -203,7 +203,7 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
         reduce_amaxes(
             [(shard, values) for shard, values in waiting if shard.sharded.process_group is group]
         )
-    common_scale.renew(written)
+    common_scale.update_scales(written)
     for shard, values in pairs:
         part = shard.sharded.tensor
         if not isinstance(part, HybridTensor):

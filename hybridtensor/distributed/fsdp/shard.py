@@ -165,7 +165,7 @@ class Shard:
                 check_recipes([shard for shard, _ in self.with_all()])
             self.agreed = self.config
         if self.is_measured(part):
-            siblings.renew(self, part, common)
+            siblings.reduce_written(self, part, common)
 
     def with_all(self) -> list[tuple[Shard, InterceptingTensor]]:
         """Return all converted weights under the same root, with their present recipes, and the local shards."""

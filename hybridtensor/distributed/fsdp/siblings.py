@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hybridtensor.subclasses.common_scale import CommonScale
 
 
-def renew(shard: Shard, mine: MasterWeight, common: CommonScale | None) -> None:
+def reduce_written(shard: Shard, mine: MasterWeight, common: CommonScale | None) -> None:
     """Reduce the amaxes of all weights under the root if ``shard``, or one with its common scale, was written."""
     # FSDP2 may pad the shards of some ranks again, in new tensors: not all ranks see a write, so that all update
     # the scale.
@@ -42,7 +42,7 @@ def renew(shard: Shard, mine: MasterWeight, common: CommonScale | None) -> None:
     ]
     if reducing:
         reduce_amaxes(reducing)
-    common_scale.renew(written)
+    common_scale.update_scales(written)
     for one, part in found:
         one.reduced = one.written(part)
 

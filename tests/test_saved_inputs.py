@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import hybridtensor as ht
-from hybridtensor.linear import KeptInput
+from hybridtensor.linear import SavedInput
 from hybridtensor.ops.cast.request import parse_request
 from hybridtensor.subclasses.shared_face import SharedFace
 from hybridtensor.testing import random_tensor, saved_for_backward
@@ -188,7 +188,7 @@ def test_faces_that_are_to_be_kept_are():
     assert_same_bits(found, gradients(net, net, x))
     assert faces_saved(graphs) == 2
     out = net.second(attention(net.first(x), x))
-    assert not isinstance(out.grad_fn.products.input, KeptInput)
+    assert not isinstance(out.grad_fn.products.input, SavedInput)
 
 
 @pytest.mark.parametrize("recipe", ["fp8+dequantized", "fp8+high_precision", "nvfp4/bf16/nvfp4"])
@@ -319,7 +319,7 @@ def test_eager_layers_keep_what_attention_returned(recipe, device):
     out = net.second(mixed)
     operand, saved = of_layer(out)
     if recipe == "fp8_delayed":
-        assert not isinstance(operand, KeptInput)
+        assert not isinstance(operand, SavedInput)
     else:
         assert [t.data_ptr() for t in saved] == [mixed.data_ptr()]
     out.backward(torch.ones_like(out))
@@ -327,7 +327,7 @@ def test_eager_layers_keep_what_attention_returned(recipe, device):
     x.grad, net.first.weight.grad, net.second.weight.grad = None, None, None
     mixed = attention(net.first(x), x)
     out = net.second(mixed * 1)  # no longer attention's
-    assert not isinstance(of_layer(out)[0], KeptInput)
+    assert not isinstance(of_layer(out)[0], SavedInput)
     out.backward(torch.ones_like(out))
     assert_same_bits(kept, [x.grad, *(layer.weight.grad for layer in (net.first, net.second))])
 
@@ -336,7 +336,7 @@ def test_where_hooks_take_what_is_saved_the_face_is():
     net, x = converted(After(attention), "fp8"), random_tensor(TOKENS, SIZE).requires_grad_()
     with saved_for_backward():
         out = net.second(attention(net.first(x), x))
-    assert not isinstance(out.grad_fn.products.input, KeptInput)
+    assert not isinstance(out.grad_fn.products.input, SavedInput)
 
 
 def test_eager_siblings_make_one_columnwise_face_in_backward(monkeypatch):
@@ -393,7 +393,7 @@ def test_what_autocast_made_is_a_copy_of_what_attention_keeps():
     mixed = attention(x, x)
     with torch.autocast("cpu", torch.bfloat16):
         out = net.second(mixed)
-    assert not isinstance(out.grad_fn.products.input, KeptInput)
+    assert not isinstance(out.grad_fn.products.input, SavedInput)
 
 
 def test_a_frozen_sibling_shares_the_cast_of_forward(monkeypatch):

@@ -35,7 +35,7 @@ Stamp = tuple[int, object, object, torch.dtype]
 changes, the version of scales, the recipe, the dtype of faces in high precision."""
 
 
-class Kept:
+class CachedFaces:
     """The cached faces of one view of a weight's memory, with their amaxes."""
 
     __slots__ = ("amax_record", "amaxes", "column", "row")
@@ -50,7 +50,7 @@ class Kept:
         self.row, self.column, self.amaxes, self.amax_record = row, column, amaxes, amax_record
 
 
-_NOTHING = Kept()  # not to be written
+_NOTHING = CachedFaces()  # not to be written
 
 
 class LastUse(NamedTuple):
@@ -60,11 +60,11 @@ class LastUse(NamedTuple):
     backward_follows: bool
 
 
-class KeptFaces:
+class FaceCache:
     """The cached faces of one weight.
 
     Forwards of training count, but for those inside of a backward, which recompute. A rowwise face that evaluation uses
-    more than once is kept until training goes on.
+    more than once stays until training goes on.
 
     Attributes:
         awaits_column: Whether a forward is over whose backward will ask for the columnwise face, which is to be made.
@@ -76,10 +76,10 @@ class KeptFaces:
         "_backwards",
         "_evaluations",
         "_forwards",
-        "_kept",
         "_last_forwards",
         "_stamp",
         "_stream",
+        "_views",
         "awaits_column",
         "last_use",
         "used_on",
@@ -87,7 +87,7 @@ class KeptFaces:
 
     def __init__(self) -> None:
         self._stamp: Stamp | None = None
-        self._kept: dict[Place, Kept] = {}
+        self._views: dict[Place, CachedFaces] = {}
         self._forwards = self._backwards = self._last_forwards = self._evaluations = 0
         self._stream: int | None = None  # of the launch that quantized several weights
         self.awaits_column = False
@@ -102,7 +102,7 @@ class KeptFaces:
         forward: bool,
         trained: bool,
         backward_follows: bool,
-    ) -> Kept:
+    ) -> CachedFaces:
         """Invalidate old faces, count a forward, and return the cached faces of view ``place``."""
         if self._stamp != stamp:
             self.begin(stamp, forward=forward)
@@ -117,15 +117,15 @@ class KeptFaces:
                 self._forwards += 1
                 self._evaluations = 0
         if self._stream is not None and self._stream != stream:
-            self._kept.clear()  # nobody waits for the other stream
+            self._views.clear()  # nobody waits for the other stream
             self._stream = None
-        return self._kept.get(place, _NOTHING)
+        return self._views.get(place, _NOTHING)
 
     def begin(self, stamp: Stamp, *, forward: bool) -> None:
         """Invalidate faces with another stamp."""
         self._stamp, self._stream, self.awaits_column = stamp, None, False
         self.last_use = None
-        self._kept.clear()
+        self._views.clear()
         if forward and self._forwards:  # the uses so far were those between two writes
             self._last_forwards, self._forwards, self._backwards = self._forwards, 0, 0
         self._evaluations = 0
@@ -139,18 +139,20 @@ class KeptFaces:
         """Dtype of the last computation with the weight, or None."""
         return None if self._stamp is None else self._stamp[-1]
 
-    def keep(self, place: Place, stamp: Stamp, kept: Kept, stream: int | None = None) -> None:
+    def store(
+        self, place: Place, stamp: Stamp, faces: CachedFaces, stream: int | None = None
+    ) -> None:
         """Cache new faces of view ``place``, unless another thread changed the cache; ``stream`` is where they are
         valid."""
         if self._stamp == stamp:
-            self._kept[place] = kept
+            self._views[place] = faces
             self._stream = stream
-            if kept.column is not None:
+            if faces.column is not None:
                 self.awaits_column = False
 
-    def current(self, place: Place, stamp: Stamp) -> Kept | None:
+    def current(self, place: Place, stamp: Stamp) -> CachedFaces | None:
         """Return the valid cached faces of a view, or None, without counting a use."""
-        return self._kept.get(place, Kept()) if self._stamp == stamp else None
+        return self._views.get(place, CachedFaces()) if self._stamp == stamp else None
 
     def lifetime(self, policy: str) -> tuple[bool, bool]:
         """Return whether faces outlast one use (so one cast makes both), and the backward, by the recipe's
@@ -168,11 +170,11 @@ class KeptFaces:
         """Release what a forward used and nothing will use again."""
         again = self._is_reused or (not trained and self._evaluations > 1)
         frees = policy == "never" or (policy == "auto" and not again)
-        lacks = not self._kept
-        for kept in self._kept.values():
-            lacks = lacks or kept.column is None
+        lacks = not self._views
+        for view in self._views.values():
+            lacks = lacks or view.column is None
             if frees:
-                kept.row = None
+                view.row = None
         # Where none is to be made, backward need not look through the bucket for others.
         self.awaits_column = backward_follows and lacks
 
@@ -185,22 +187,22 @@ class KeptFaces:
         forwards, last = self._forwards, self._last_forwards
         is_over = last > 1 and forwards <= last <= self._backwards
         if policy == "never" or (policy == "auto" and (is_over or not self._is_reused)):
-            self._kept.clear()
+            self._views.clear()
 
     def clear(self) -> None:
         """Release everything, because the weight was written."""
-        self._kept.clear()
+        self._views.clear()
 
     def rowwise(self, place: Place, stamp: Stamp) -> Face | None:
         """Return the valid cached rowwise face of a view, in any dtype, without counting a use."""
         # The last entry is the dtype of faces in high precision; quantized ones do not depend on it.
         if self._stamp is None or self._stamp[:-1] != stamp[:-1]:
             return None
-        row = self._kept.get(place, _NOTHING).row
+        row = self._views.get(place, _NOTHING).row
         return None if row is None or row.format.values_of is not None else row
 
     def faces(self) -> list[Face]:
-        found = (face for kept in self._kept.values() for face in (kept.row, kept.column))
+        found = (face for view in self._views.values() for face in (view.row, view.column))
         return [face for face in found if face is not None]
 
     @property
