@@ -129,11 +129,13 @@ class LayerForward:
         return types.MethodType(method, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
+        """Run the layer's forward by what is at ``weight``; see the table of this file."""
         layer = self._layer()
         if layer is None:
             layer = _required(layer)
         weight: Any = layer._parameters.get("weight")
         if type(weight) in WEIGHTS or _RECIPE not in layer.__dict__:
+            # A weight of this library, or a layer that is plain again.
             if not torch.compiler.is_dynamo_compiling() and not self._ran and not observers:
                 self._ran = True
                 if _RECIPE in layer.__dict__ and not runs_linear(layer):
@@ -158,6 +160,7 @@ class LayerForward:
             return type(layer).forward(layer, *args, **kwargs)
         part = local(weight) if isinstance(weight, DTensor) else None
         if isinstance(weight, DTensor) and isinstance(part, WEIGHTS):
+            # Tensor parallel.
             state = layer.__dict__[_RECIPE].state
             if not torch.compiler.is_dynamo_compiling():
                 part.record.layer = state  # that of a copied layer is its own
@@ -168,6 +171,7 @@ class LayerForward:
                 return sharded_linear(_input(*args, **kwargs), weight, bias)
             with _ShardedLinearMode():
                 return self.run(layer, args, kwargs)
+        # Another class's tensor: functional_call, weight_norm, a parametrization.
         return _with_recipe(self, layer, args, kwargs)
 
     def run(self, layer: nn.Module, args: Args, kwargs: Kwargs) -> object:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import hybridtensor as ht
 from hybridtensor.distributed.fsdp.group import group_of
-from hybridtensor.distributed.fsdp.payload import Payload, Sending, Share
+from hybridtensor.distributed.fsdp.payload import Payload, Sending, WeightPayload
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, make_plan
 from hybridtensor.distributed.fsdp.sending import fill
 from hybridtensor.distributed.fsdp.shard import shard_of
@@ -34,7 +34,7 @@ def noted():
 
     with (
         mock.patch("hybridtensor.distributed.fsdp.bundle.fill", note),
-        mock.patch.object(Share, "cached_cast", return_value=None),
+        mock.patch.object(WeightPayload, "cached_cast", return_value=None),
     ):
         yield made
 
@@ -47,7 +47,7 @@ def payload_of(shard):
     """Return what is kept of the weights that are gathered with one, and its share in it; None twice if nothing is."""
     for members, payload in group_of(shard.sharded).payloads.items():
         if shard in members:
-            return payload, payload.shares[members.index(shard)]
+            return payload, payload.weights[members.index(shard)]
     return None, None
 
 
@@ -262,7 +262,7 @@ def memory(rank):
             assert set(() if share is None else share.sending.names) == names, recipe
             if payload is not None:
                 most = 1.04 * len(names) * 128 * 256
-                assert payload.layout.nbytes <= most * len(payload.shares), recipe
+                assert payload.layout.nbytes <= most * len(payload.weights), recipe
     model = ht.quantize_(nn.Sequential(nn.Linear(256, 256, bias=False)), "mxfp8", persistent=True)
     shard(model, mesh_of(rank, 2))
     model(batch(0, width=256)).sum().backward()
@@ -350,7 +350,7 @@ def test_a_stretch_of_both_faces_is_what_one_face_is_alone():
         for name in BOTH:
             alone = Payload(2 * (Sending(plan, (name,), torch.bfloat16),), torch.device("cpu"))
             for number, (mine, theirs) in enumerate(
-                zip(*([t for share in p.shares for t in share.tensors[name]] for p in (both, alone)), strict=True)
+                zip(*([t for share in p.weights for t in share.tensors[name]] for p in (both, alone)), strict=True)
             ):
                 for t in (mine, theirs):
                     t.view(torch.uint8).fill_(number + 1) if t.itemsize == 1 else t.fill_(number + 1)

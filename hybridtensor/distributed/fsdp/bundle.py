@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from hybridtensor.distributed.fsdp.gathered_faces import GatheredFaces
-from hybridtensor.distributed.fsdp.payload import Payload, PayloadCast, Sending, Share, Stretch
+from hybridtensor.distributed.fsdp.payload import (
+    Payload,
+    PayloadCast,
+    Sending,
+    Stretch,
+    WeightPayload,
+)
 from hybridtensor.distributed.fsdp.plan import ROW
 from hybridtensor.distributed.fsdp.sending import HookResult, Sent, Weight, fill
 from hybridtensor.distributed.fsdp.shard import Shard
@@ -83,7 +89,7 @@ class PreparedGather:
                 plan, tensors = self._shards[index].plan, faces[index].tensors
                 copies.add_face(plan, got, tensors, self._wanted[index])
         for share, of_weight, names, wanted in zip(
-            self._payload.shares, faces, self._names, self._wanted, strict=True
+            self._payload.weights, faces, self._names, self._wanted, strict=True
         ):
             of_weight.add_alike(copies, share, names, wanted)
         return copies
@@ -153,7 +159,7 @@ class Bundle:
         if not caches and not comes_later:
             self._quantize(payload, range(len(parts)), parts, caches=False)
         elif caches and payload.time != time:
-            pairs = zip(self._shards, payload.shares, strict=True)
+            pairs = zip(self._shards, payload.weights, strict=True)
             old = [i for i, (shard, share) in enumerate(pairs) if share.seen is not shard.seen]
             self._quantize(payload, old, parts, caches=True)
             payload.time = time
@@ -166,7 +172,7 @@ class Bundle:
         payload: Any = self._payload
         shard = self._shards[place]
         shard.order_amaxes()
-        fill(payload.shares[place], tensor, shard.part)
+        fill(payload.weights[place], tensor, shard.part)
         result: HookResult = payload.gathers[self].results[place]
         return result
 
@@ -235,7 +241,7 @@ class Bundle:
         """Quantize some weights into the payload."""
         order, casts, values = None, [], []
         for index in chosen:
-            shard, share, part = self._shards[index], payload.shares[index], parts[index]
+            shard, share, part = self._shards[index], payload.weights[index], parts[index]
             common = getattr(part.record.layer, "common", None)
             if common is not None or shard.order is not order:
                 shard.order_amaxes()  # of all that are reduced together
@@ -253,9 +259,11 @@ class Bundle:
             payload.cast(casts, values)
         if caches:
             for index in chosen:
-                payload.shares[index].seen = self._shards[index].seen
+                payload.weights[index].seen = self._shards[index].seen
 
-    def _payload_cast(self, shard: Shard, share: Share, part: MasterWeight) -> PayloadCast | None:
+    def _payload_cast(
+        self, shard: Shard, share: WeightPayload, part: MasterWeight
+    ) -> PayloadCast | None:
         """Return the cast of a weight into its cached payload, for one launch of several; None if it ran already."""
         state, plain = part.state, part.plain
         others = shard.amaxes, *(() if state is None else (*state[:3], state.common_amax))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 
-from hybridtensor.distributed.fsdp.payload import Share
+from hybridtensor.distributed.fsdp.payload import WeightPayload
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan
 from hybridtensor.distributed.fsdp.torch_compat import free_storage
 from hybridtensor.distributed.fsdp.unpack import Copies
@@ -113,7 +113,11 @@ class GatheredFaces:
         return QuantizedTensor(self.plain(direction), -1 if direction == ROW else 0, dtype, size)
 
     def add_alike(
-        self, copies: Copies, share: Share, names: tuple[str, ...], wanted: tuple[bool, bool]
+        self,
+        copies: Copies,
+        share: WeightPayload,
+        names: tuple[str, ...],
+        wanted: tuple[bool, bool],
     ) -> None:
         """Add copies of the tensors that are equal on all shards; both faces share one if they are transposes."""
         for (direction, index), alike in share.alike.items():

@@ -150,7 +150,7 @@ class WeightGroup:
     def forget(self, dead: weakref.ref[Tensor]) -> None:
         """Drop cached payloads of local shards that no longer exist: the model was moved or reloaded."""
         for shards, payload in list(self.payloads.items()):
-            if any(share.source is dead for share in payload.shares):
+            if any(share.source is dead for share in payload.weights):
                 self.payloads.pop(shards, None)
 
 

@@ -126,7 +126,7 @@ class PayloadCast:
         return self.cast.request, tuple([given is None for given in self.inputs])
 
 
-class Share:
+class WeightPayload:
     """One weight's tensors in the payload, as views, and those that need not be sent because all shards have them
     alike."""
 
@@ -209,11 +209,13 @@ class Payload:
         self.gathers: dict[object, Any] = {}
         self.time = -1
         self._casts: tuple[list[PayloadCast], list[tuple[list[int], PreparedList]]] = [], []
-        self.shares = [
-            Share(sending, [slot for slot in self.layout.slots if slot.weight == i], self._bytes)
+        self.weights = [
+            WeightPayload(
+                sending, [slot for slot in self.layout.slots if slot.weight == i], self._bytes
+            )
             for i, sending in enumerate(sendings)
         ]
-        alike = [tensor for share in self.shares for tensor in share.alike.values()]
+        alike = [tensor for share in self.weights for tensor in share.alike.values()]
         self._all = [self._bytes, *alike]
 
     def sent(self, stretches: Iterable[Stretch]) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hybridtensor.distributed.fsdp.payload import PayloadCast, Share
+from hybridtensor.distributed.fsdp.payload import PayloadCast, WeightPayload
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan
 from hybridtensor.distributed.fsdp.scales import Part
 from hybridtensor.state import StateTensors
@@ -50,7 +50,7 @@ def whole_values(tensor: Weight, dtype: torch.dtype, padded_size: tuple[int, ...
 
 
 def fill(
-    share: Share,
+    share: WeightPayload,
     tensor: Weight,
     part_of: Callable[[Tensor, StateTensors | None], Part],
     *,
