@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -95,8 +97,10 @@ class Training:
         kind, size = MODELS[case.model]
         config = getattr(transformers, f"{kind}Config")(**size, max_position_embeddings=max(case.tokens, 2048))
         torch.manual_seed(0)
+        # Its own classes: what one model compiles must not count against Dynamo's limit of graphs of another.
+        classes = importlib.reload(sys.modules[getattr(transformers, f"{kind}ForCausalLM").__module__])
         with case.device:
-            self._model = getattr(transformers, f"{kind}ForCausalLM")(config)
+            self._model = getattr(classes, f"{kind}ForCausalLM")(config)
         if not dist.is_initialized():
             self._model.bfloat16()
         self._recipe, self._advance = recipe, convert(self._model.model, recipe)
