@@ -112,7 +112,7 @@ class Training:
                 fully_shard(block, mp_policy=POLICY)
         if dist.is_initialized():
             fully_shard(self._model, mp_policy=POLICY)
-            if self._advance is not None:
+            if recipe != ITSELF and not is_of_a_peer(recipe):
                 ht.distributed.expect_recompute_(self._model, False)
         if case.mode in ("whole", "reduce-overhead"):
             self._model.model.compile(**compiling)
@@ -140,18 +140,30 @@ class Training:
             self._advance()
 
 
+def is_of_a_peer(recipe: str) -> bool:
+    """Return whether a recipe is another library's."""
+    return recipe in te_peer.RECIPES or recipe.startswith("torchao")
+
+
 def convert(model: nn.Module, recipe: str) -> Callable[[], object] | None:
     """Convert a decoder; return what is called after each step of the optimizer, if anything is."""
     if recipe in te_peer.RECIPES:
         te_peer.convert(model)
     elif recipe.startswith("torchao"):
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.float8 import (
+            Float8LinearConfig,
+            convert_to_float8_training,
+            precompute_float8_dynamic_scale_for_fsdp,
+        )
 
+        gathers = dist.is_initialized() and recipe.endswith("tensorwise")
         config = Float8LinearConfig.from_recipe_name(recipe.split()[1])
-        if dist.is_initialized() and recipe.endswith("tensorwise"):
+        if gathers:
             config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
         routers = lambda module, name: "gate." not in f"{name}."  # noqa: E731
         convert_to_float8_training(model, config=config, module_filter_fn=routers)
+        if gathers:
+            return lambda: precompute_float8_dynamic_scale_for_fsdp(model)
     elif recipe != ITSELF:
         ht.quantize_(model, recipe)
         return lambda: ht.step_(model)
