@@ -16,21 +16,17 @@ _EVERYTHING = (None, None)
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
     """Return the largest magnitude of each block, fp32 ``[blocks across, blocks along]``; NaN elements do not count."""
-    counting = _magnitudes(x)
+    counting = x.abs().nan_to_num_(nan=0.0, posinf=float("inf"))
     if block == _EVERYTHING and counting.numel():
         return counting.amax().float().view(1, 1)
     return _reduce(counting, block).float()
 
 
-def _magnitudes(x: Tensor) -> Tensor:
-    """Return the magnitudes, zero for NaN; ``nan_to_num`` would look for infinities, too, in compiled kernels."""
-    return torch.where(x.isnan(), 0.0, x.abs())
-
-
 def amaxes_of_rows(x: Tensor) -> Tensor:
     """Return the largest magnitude of each row, in the dtype of ``x``; NaN elements do not count."""
-    # few operations: a compiler takes milliseconds for each, in each layer that it traces
-    return _magnitudes(x).amax(dim=1)
+    # Few operations: a compiler takes milliseconds for each, in each layer that it traces. ``nan_to_num`` would compare
+    # with infinity, too, in compiled kernels.
+    return torch.where(x.isnan(), 0.0, x.abs()).amax(dim=1)
 
 
 def block_has_nan(x: Tensor, block: Block) -> Tensor:
