@@ -66,7 +66,8 @@ class AmaxRecord:
 
     @property
     def amax(self) -> Tensor:
-        fold([self])
+        if self._committed:
+            fold([self])
         return self.total
 
     def provisional(self) -> Tensor:

@@ -42,6 +42,7 @@ class NativeKind(NamedTuple):
 _PER_TENSOR = (None, None)
 _PER_ROW = (1, None)
 _NEVER = (99, 0)
+_OF_ROWS, _OF_SQUARES = [ScalingType.BlockWise1x128.value], [ScalingType.BlockWise128x128.value]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -147,11 +148,12 @@ def _multiply_blocks(
     (left, scale_a, recipe_a), (right, scale_b, recipe_b) = _block128(a), _block128(b)
     # With the bias added after a product in fp32, layers in fp8_block were at 1.12x of BF16.
     inside = out_dtype == torch.bfloat16 and (bias is None or bias.dtype == out_dtype)
-    out = F.scaled_mm(
-        left, right.t(), scale_a, recipe_a, scale_b, recipe_b,
-        bias=F.pad(bias, (0, right.shape[0] - columns)) if inside and bias is not None else None,
-        output_dtype=torch.bfloat16 if inside else torch.float32,
-    )  # fmt: skip
+    fused = F.pad(bias, (0, right.shape[0] - columns)) if inside and bias is not None else None
+    dtype = torch.bfloat16 if inside else torch.float32
+    # ``F.scaled_mm`` calls it, too, after it has made these lists: as much host time as the product's own.
+    out = torch._scaled_mm_v2(
+        left, right.t(), [scale_a], recipe_a, [], [scale_b], recipe_b, [], fused, dtype
+    )
     if out.shape != (rows, columns):
         out = out[:rows, :columns]
     return scale_and_round(out, None, None, None if inside else bias, out_dtype)
@@ -170,7 +172,7 @@ def _multiply_reencoded(
     return out
 
 
-def _block128(face: Face) -> tuple[Tensor, Tensor, ScalingType]:
+def _block128(face: Face) -> tuple[Tensor, Tensor, list[int]]:
     """Return elements and scales as cuBLASLt requires them, and its recipe; the last block of K may be partial."""
     scale = _scales(face)
     wide = face.format.block[0] == 128
@@ -178,13 +180,13 @@ def _block128(face: Face) -> tuple[Tensor, Tensor, ScalingType]:
     pad_rows = -face.qdata.shape[0] % (128 if wide else 16)
     data = pad(face.qdata, pad_rows, pad_k)
     if wide:
-        return data, _in_fours(scale).t(), ScalingType.BlockWise128x128
+        return data, _in_fours(scale).t(), _OF_SQUARES
     if pad_rows:
         scale = F.pad(scale, (0, 0, 0, pad_rows), value=1.0)
     elif scale.stride() == (1, scale.shape[0]):  # as casts lay them out
-        return data, scale, ScalingType.BlockWise1x128
+        return data, scale, _OF_ROWS
     outer = scale.t().contiguous()  # one block counts as contiguous whatever its strides: say them
-    return data, outer.as_strided(scale.shape, (1, scale.shape[0])), ScalingType.BlockWise1x128
+    return data, outer.as_strided(scale.shape, (1, scale.shape[0])), _OF_ROWS
 
 
 def _in_fours(scale: Tensor) -> Tensor:

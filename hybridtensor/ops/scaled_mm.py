@@ -107,7 +107,7 @@ def _on_any_device(
 ) -> Tensor:
     a = Face.of(left, FaceKind(format_of_face(left_format)))
     b = Face.of(right, FaceKind(format_of_face(right_format)))
-    return _multiply(a, b, bias, out_dtype, fast_accum)
+    return chosen(a, b, bias, out_dtype)(a, b, bias, out_dtype, fast_accum)
 
 
 def _multiply(
