@@ -156,7 +156,9 @@ def _multiply_blocks(
     )
     if out.shape != (rows, columns):
         out = out[:rows, :columns]
-    return scale_and_round(out, None, None, None if inside else bias, out_dtype)
+    if inside:
+        return out.contiguous()
+    return scale_and_round(out, None, None, bias, out_dtype)
 
 
 def _multiply_reencoded(
