@@ -104,13 +104,13 @@ def test_small_batches_table():
     assert table("small_batches_nvidia_h100_80gb_hbm3") == expected
 
 
-def test_models_table():
-    rows = results("models_nvidia_h100_80gb_hbm3")["rows"]
-    assert table("models_nvidia_h100_80gb_hbm3") == [
+@pytest.mark.parametrize("name", ["models_nvidia_h100_80gb_hbm3", "models_nvidia_h200"])
+def test_models_table(name):
+    assert table(name) == [
         [r["model"], f"{r['tokens']:,}", r["mode"], r["recipe"], f"{r['bf16 ms']:.1f}", f"{r['ms']:.1f}",
          f"{r['of bf16']:.2f}x", f"{r['host ms']:.1f}", f"{r['kernels ms']:.1f}", f"{r['launches']:,}",
          f"{r['first 4 steps s']:.1f}"]
-        for r in rows
+        for r in results(name)["rows"]
     ]  # fmt: skip
 
 
@@ -124,11 +124,15 @@ def test_models_under_fsdp_table():
 
 
 def test_the_readme_shows_both_ends():
-    speeds = {}
-    for row in results("models_nvidia_h100_80gb_hbm3")["rows"]:
-        if row["recipe"] in ("fp8", "torchao tensorwise") and (row["model"], row["mode"]) == ("Llama 1.2 B", "blocks"):
-            speeds.setdefault(f"{row['tokens']:,}", []).append(f"{row['of bf16']:.2f}x")
-    assert table("both ends", README) == [[tokens, *of] for tokens, of in speeds.items()]
+    devices, recipes, speeds = ("h100_80gb_hbm3", "h200"), ("fp8", "torchao tensorwise"), {}
+    for device in devices:
+        for row in results(f"models_nvidia_{device}")["rows"]:
+            if (row["model"], row["mode"]) == ("Llama 1.2 B", "blocks"):
+                speeds.setdefault(row["tokens"], {})[device, row["recipe"]] = f"{row['of bf16']:.2f}x"
+    columns = [(device, recipe) for device in devices for recipe in recipes]
+    assert table("both ends", README) == [
+        [f"{tokens:,}", *(of.get(column, "") for column in columns)] for tokens, of in sorted(speeds.items())
+    ]
 
 
 def test_blocks_table():
