@@ -11,12 +11,15 @@ import pytest
 import tiers
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from checkpointing import ALL, HELD, STATES, bits, make, train
 from processes import here, run
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hybridtensor as ht
 from hybridtensor.distributed import checkpoint
@@ -140,6 +143,66 @@ def meshes_of_two_dimensions(rank, path, kinds, persistent, rows, recipes):
 def test_meshes_of_two_dimensions(persistent, rows, kinds, tmp_path, four):
     some = HELD if persistent else STATES
     four.run(meshes_of_two_dimensions, str(tmp_path), kinds, persistent, rows, ALL if tiers.LONG else some)
+
+
+def tensor_parallel(recipe, shape, seed):
+    """Return persistent layers that are cut over ranks, their optimizer, and one of its steps."""
+    mesh = init_device_mesh(here(), shape, mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+    with torch.no_grad():  # parts of other magnitudes
+        model[0].weight[64:] *= 5
+        model[2].weight[:, 64:] *= 7
+    ht.quantize_(model, recipe, persistent=True)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    if shape[0] > 1:
+        fully_shard(model, mesh=mesh["dp"])
+    ht.set_mesh_(model, mesh)
+    optimizer = ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+
+    def step():
+        y = model(torch.linspace(-1, 1, 32 * 64).view(32, 64))
+        y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ht.step_(model)
+        return y.detach()
+
+    return model, optimizer, step
+
+
+def goes_on_in_parts(rank, path, recipe, shape):
+    model, optimizer, step = tensor_parallel(recipe, shape, 0)
+    step()
+    checkpoint.save(path, 1, {"model": model, "optimizer": optimizer})
+    expected = [step(), step()]
+    model, optimizer, step = tensor_parallel(recipe, shape, 1)
+    checkpoint.load(path, {"model": model, "optimizer": optimizer})
+    assert all(map(torch.equal, [step(), step()], expected))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's advice on strided shards
+@pytest.mark.parametrize("shape", [(1, 4), (2, 2)], ids=["TP", "TP and FSDP2"])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed", "fp8_rowwise", "mxfp8", "nvfp4+nearest"])
+def test_persistent_tensor_parallel_training_goes_on(four, tmp_path, recipe, shape):
+    four.run(goes_on_in_parts, str(tmp_path), recipe, shape)
+
+
+def scales_of_parts(rank, path):
+    """Without masters, faces that have no scale in common are refused; by ``dcp.save``, too."""
+    model, _, step = tensor_parallel("fp8", (1, 2), 0)
+    checkpoint.save(path, 1, {"model": model})  # quantized as a whole, and cut
+    step()
+    told = "scales of their own .*model.0.weight.rowwise.scale .rank 0 and rank 1 differ.*; save masters"
+    with pytest.raises(ValueError, match=told):
+        checkpoint.save(path, 2, {"model": model})
+    planner = checkpoint.HybridSavePlanner()
+    with pytest.raises(dcp.CheckpointException, match="only faces that have the scales of the whole can be stored"):
+        dcp.save({"model": model.state_dict()}, checkpoint_id=f"{path}/dcp", planner=planner)
+
+
+def test_parts_with_scales_of_their_own_are_no_whole(two, tmp_path):
+    two.run(scales_of_parts, str(tmp_path))
 
 
 def state_dicts_of_shards(rank):

@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from experts import EXPERTS, WIDTH, Experts, Mixture
+from experts import EXPERTS, WIDTH, Experts, Mixture, offsets
 from processes import generator, here
 from tiers import few
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybridtensor as ht
-from hybridtensor.distributed import ExpertParallel
+from hybridtensor.distributed import ExpertParallel, checkpoint
 from hybridtensor.dtensor import local
 
 SIZES = [(20, 0, 61, 47), (0, 90, 5, 33)]  # tokens of each expert that the two ranks routed
@@ -187,6 +187,42 @@ def under_fsdp(rank, recipe):
 @pytest.mark.parametrize("recipe", ["mxfp8+rowwise_dequantized", "fp8_delayed"])
 def test_with_fsdp2(four, recipe):
     four.run(under_fsdp, recipe)
+
+
+def kept_with_fsdp(rank, folder, recipe, frozen):
+    """Persistent experts that two dimensions of ranks cut are saved, and go on where the dimensions are others."""
+
+    def build(shape):
+        mesh = init_device_mesh(here(), shape, mesh_dim_names=("dp", "ep"))
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(Experts().to(here()))
+        model[0].w1.requires_grad_(not frozen)
+        ht.quantize_(model, recipe, persistent=True)
+        parallelize_module(model, mesh["ep"], {"0": ExpertParallel(ends=True)})
+        if shape[0] > 1:
+            fully_shard(model[0], mesh=mesh["dp"])
+        ht.set_mesh_(model, mesh)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return model, ht.optim.MasterWeights(torch.optim.SGD, trained, lr=0.5)
+
+    model, optimizer = build((2, 2))
+    x, ends = torch.randn(64, WIDTH, generator=generator(1)), offsets((10, 20, 40, 64), here())
+    model[0](x, ends).square().mean().backward()
+    optimizer.step()
+    ht.step_(model)
+    checkpoint.save(folder, 1, {"model": model, "optimizer": optimizer})
+    with torch.no_grad():
+        expected = model[0](x, ends)
+        for shape in ((2, 2), (1, 4)):
+            other, its = build(shape)
+            checkpoint.load(folder, {"model": other, "optimizer": its})
+            assert torch.equal(other[0](x, ends), expected), shape
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("recipe", "frozen"), [("mxfp8", False), ("fp8_delayed", False), ("fp8_rowwise", True)])
+def test_persistent_experts_under_fsdp2_are_saved(four, tmp_path, recipe, frozen):
+    four.run(kept_with_fsdp, str(tmp_path), recipe, frozen)
 
 
 class Layer(torch.nn.Module):

@@ -10,7 +10,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from hybridtensor.distributed.checkpoint.optimizers import NamedOptimizer
-from hybridtensor.distributed.checkpoint.plain import StateDict, named_parameters
+from hybridtensor.distributed.checkpoint.plain import (
+    StateDict,
+    common_to_parts,
+    named_parameters,
+)
 from hybridtensor.distributed.checkpoint.planners import Opaque
 from hybridtensor.dtensor import local
 from hybridtensor.subclasses import HybridTensor, MasterWeight
@@ -103,7 +107,8 @@ class Entries:
 
     def collect(self, *, faces: bool) -> StateDict:
         """Return the state dict of every entry; ``faces=False`` omits faces that can be requantized from a saved
-        master."""
+        master. Those of tensor-parallel parts with scales of their own, which are no faces of the whole, always
+        are."""
         found: StateDict = {}
         for entry, value in self.state.items():
             kind = self.kinds[entry]
@@ -111,7 +116,8 @@ class Entries:
                 found[entry] = {
                     name: v
                     for name, v in self.values[entry].items()
-                    if faces or not self._is_requantized(entry, name, v)
+                    if (faces and not _has_own_scales(v))
+                    or not self._is_requantized(entry, name, v)
                 }
             elif kind == "optimizer":
                 found[entry] = self.optimizers[entry].state()
@@ -162,6 +168,14 @@ class Entries:
                 )
         for name, optimizer in self.optimizers.items():
             optimizer.check_groups(manifest.groups.get(name))
+
+
+def _has_own_scales(value: object) -> bool:
+    """Return whether a tensor-parallel part of a persistent weight has scales that the other parts may not have."""
+    weight = local(value) if isinstance(value, Tensor) else None
+    section = weight.record.section if isinstance(weight, HybridTensor) else None
+    is_part = section is not None and section.out_count * section.in_count > 1
+    return is_part and isinstance(value, Tensor) and bool(common_to_parts(value))
 
 
 def _kind(value: object) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from hybridtensor.dtensor import local
@@ -142,7 +142,7 @@ def _part_of_face(whole: DTensor, face: FaceTensor, name: str, tensor: Tensor) -
     if isinstance(face, IdentityTensor):
         return as_part_of(whole, tensor, tuple(whole.shape))
     if face.is_stack:  # whole experts, whose tensors follow each other
-        if any(not isinstance(p, Replicate) and p != Shard(0) for p in whole.placements):
+        if any(not isinstance(p, Replicate) and _cut_dim(p) != 0 for p in whole.placements):
             raise NotImplementedError(
                 f"checkpoint: experts {tuple(whole.shape)} are placed as {whole.placements}, and only faces "
                 "of whole ones can be stored; save masters only (faces=False)"
@@ -175,25 +175,60 @@ def _placements(
         if isinstance(placement, Replicate):
             found.append(placement)
             continue
-        if type(placement) is not Shard:
+        dim = _cut_dim(placement)
+        if dim is None:
             raise NotImplementedError(
                 f"checkpoint: a persistent weight {tuple(whole.shape)} is placed as {placement}, "
                 "and only faces of replicated or evenly sharded ones can be stored; save masters "
                 "only (faces=False)"
             )
-        axis = 1 - placement.dim if flipped else placement.dim
+        axis = 1 - dim if flipped else dim
         extent = block[axis]
         # Dimensions of the mesh cut one after the other: the second one cuts the chunks of the
         # first.
-        chunk[placement.dim] = -(-chunk[placement.dim] // ranks)
+        chunk[dim] = -(-chunk[dim] // ranks)
         if extent is None:
             found.append(Replicate())
             continue
-        if ranks > 1 and chunk[placement.dim] % extent:
+        if ranks > 1 and chunk[dim] % extent:
             raise ValueError(
-                f"checkpoint: shards of {chunk[placement.dim]} of {whole.shape[placement.dim]} "
-                f"along dimension {placement.dim} cut blocks of {extent}; use another number of "
-                "ranks, or save masters only (faces=False)"
+                f"checkpoint: shards of {chunk[dim]} of {whole.shape[dim]} along dimension {dim} "
+                f"cut blocks of {extent}; use another number of ranks, or save masters only "
+                "(faces=False)"
             )
-        found.append(Shard(axis))
+        found.append(
+            _StridedShard(axis, split_factor=placement.split_factor)
+            if isinstance(placement, _StridedShard)
+            else Shard(axis)
+        )
     return tuple(found)
+
+
+def _cut_dim(placement: Placement) -> int | None:
+    """Return the dimension along which ranks have even parts of a tensor, or None of another placement."""
+    # FSDP2's of a dimension that tensor or expert parallelism cut before; private to torch
+    return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
+
+
+def common_to_parts(value: Tensor) -> dict[str, DTensor]:
+    """Return the tensors of a persistent weight's faces, by name, that are stored once for parts of the weight on
+    several ranks: scales that span the cut."""
+    weight = local(value)
+    if not isinstance(value, DTensor) or not isinstance(weight, HybridTensor):
+        return {}
+    return {
+        name: tensor
+        for name, tensor in _leaves(faces(value, weight), "")
+        if any(
+            isinstance(mine, Replicate) and not isinstance(whole, Replicate)
+            for mine, whole in zip(tensor.placements, value.placements, strict=True)
+        )
+    }
+
+
+def _leaves(found: FaceTensors, prefix: str) -> Iterator[tuple[str, DTensor]]:
+    for name, value in found.items():
+        if isinstance(value, DTensor):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")

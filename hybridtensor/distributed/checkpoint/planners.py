@@ -11,6 +11,7 @@ has their plain tensors. Of persistent weights every tensor of every face is sto
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Iterator
 from typing import Any
@@ -37,7 +38,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from hybridtensor.distributed.checkpoint.plain import StateDict, plain
+from hybridtensor.distributed.checkpoint.plain import StateDict, common_to_parts, plain
+from hybridtensor.distributed.checkpoint.replicas import Replica, different, replica
 from hybridtensor.dtensor import local
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.followers import followers
@@ -50,6 +52,13 @@ class Opaque:
 
     def __init__(self, value: object) -> None:
         self.value = value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan(SavePlan):
+    """What a rank writes, and the scales that its parts of weights must have in common with other ranks' parts."""
+
+    common: dict[str, Replica] = dataclasses.field(default_factory=dict)
 
 
 class HybridSavePlanner(DefaultSavePlanner):
@@ -69,6 +78,26 @@ class HybridSavePlanner(DefaultSavePlanner):
     ) -> None:
         self._staged: dict[tuple[str, torch.Size | None], Tensor | io.BytesIO] = {}
         super().set_up_planner(plain(state_dict), storage_meta, is_coordinator)
+        self._common = {
+            f"{name}.{tail}": found
+            for name, value in _tensors(state_dict, "")
+            for tail, scale in common_to_parts(value).items()
+            for found in replica(scale)
+        }
+
+    def create_local_plan(self) -> SavePlan:
+        return _Plan(**vars(super().create_local_plan()), common=self._common)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """See ``SavePlanner``; raise ValueError for parts whose faces are not those of one whole."""
+        wrong = different([plan.common for plan in all_plans if isinstance(plan, _Plan)])
+        if wrong:
+            raise ValueError(
+                f"checkpoint: parts of weights have scales of their own on some ranks: {wrong}; only faces "
+                "that have the scales of the whole can be stored; save masters only "
+                "(checkpoint.save, with the optimizer in the state)"
+            )
+        return super().create_global_plan(all_plans)
 
     def stage(self, plan: SavePlan) -> None:
         """Copy all that ``plan`` writes to the host, so that training may overwrite it before it is written."""
