@@ -211,6 +211,18 @@ def test_a_step_without_recording_raises():
     ht.step_(net)
 
 
+@pytest.mark.parametrize("after", ["nvfp4", "fp8"])
+def test_a_recipe_without_delayed_scales_needs_no_record(after):
+    net = model()
+    with ht.without_recording(net):
+        net(x_of()).sum().backward()
+    ht.set_config_(net, after)
+    net(x_of()).sum().backward()
+    ht.step_(net)
+    ht.set_config_(net, "fp8_delayed")
+    train(net)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_amax_that_is_not_finite_raises(compiled):
     """Nothing advances, and step_ goes on once the step is skipped."""

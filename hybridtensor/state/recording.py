@@ -50,7 +50,12 @@ class without_recording:  # noqa: N801  (used as a context)
 
 def require_recorded(states: Sequence[LayerState]) -> None:
     """Raise RuntimeError for layers whose backward ran in this step without recording amaxes."""
-    names = [_named(state) for state in states if state.unrecorded and not state.recorded]
+    names = [
+        _named(state)
+        for state in states
+        # a recipe that was set since may have no delayed scales
+        if state.record is not None and state.unrecorded and not state.recorded
+    ]
     if names:
         raise RuntimeError(
             f"step_: no amaxes were recorded of {_listed(names)}, although backward ran, so that delayed scales "
