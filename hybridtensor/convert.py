@@ -34,7 +34,6 @@ from hybridtensor.layers import Layer, layers_of
 from hybridtensor.linear.grouped import first_expert
 from hybridtensor.linear.interception import intercept_others
 from hybridtensor.linear.kinds import is_linear
-from hybridtensor.linear.layer_forward import set_recipe
 from hybridtensor.linear.operands import Weight
 from hybridtensor.linear.sharing import share_between_layers_of
 from hybridtensor.linear.tensor_parallel import section_of
@@ -306,8 +305,7 @@ def _convert(
     module, weight = layer.module, part_of(layer.weight)
     state = _attach_state(layer, config)
     state.common = state.common if scale is None else scale
-    if not layer.is_stack:
-        set_recipe(module, config, state)
+    layer.set_recipe(config, state)
     if not isinstance(layer.weight, nn.Parameter):
         return  # computed by a parametrization, say: see ``linear.layer_forward``
     if isinstance(weight, MasterWeight) and not persistent:

@@ -10,7 +10,9 @@ from torch.nn.utils import parametrize
 
 from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.linear.kinds import is_linear, stores_transposed
-from hybridtensor.linear.layer_forward import LayerRecipe, recipe_of
+from hybridtensor.linear.layer_forward import LayerRecipe, recipe_of, set_recipe
+from hybridtensor.linear.stack_forward import set_stack_recipe, stack_recipe
+from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import STATE, LayerState
 from hybridtensor.subclasses import is_converted
 
@@ -79,9 +81,16 @@ class Layer(NamedTuple):
             return known
         part = part_of(self.weight)
         if not is_converted(part) or part.config is None:
-            return None
+            return stack_recipe(self.module, self.parameter)
         state = part.layer if isinstance(part.layer, LayerState) else LayerState(self.name)
         return LayerRecipe(part.config, state)
+
+    def set_recipe(self, config: HybridConfig, state: LayerState) -> None:
+        """Make the module apply a recipe to any tensor at the weight's name."""
+        if self.is_stack:
+            set_stack_recipe(self.module, self.parameter, config, state)
+        else:
+            set_recipe(self.module, config, state)
 
     def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return out and in features of a weight, or of each expert."""

@@ -15,7 +15,7 @@ from checkpointing import bits
 from torch import nn
 
 import hybridtensor as ht
-from hybridtensor import convert
+from hybridtensor import convert, layers
 from hybridtensor.layers import layers_of
 from hybridtensor.subclasses import is_converted
 from hybridtensor.testing import random_tensor
@@ -150,7 +150,7 @@ def test_a_factory_that_refuses_the_last_layer():
 
 
 STEPS = (
-    "swap", "set_recipe", "keep_recipe_", "give_plain_values_", "apply_in_place_", "share_between_layers_of",
+    "swap", "keep_recipe_", "give_plain_values_", "apply_in_place_", "share_between_layers_of",
     "persistent_weight", "refresh_all_", "measure_common_scales", "quantize_weight", "mark_left_alone",
 )  # fmt: skip
 
@@ -172,6 +172,8 @@ def fail_at(patch, number):
 
     for name in STEPS:
         patch.setattr(convert, name, failing(name, getattr(convert, name)))
+    for name in ("set_recipe", "set_stack_recipe"):
+        patch.setattr(layers, name, failing(name, getattr(layers, name)))
     require = ht.state.LayerState.require
     patch.setattr(ht.state.LayerState, "require", failing("require", require))
     return seen

@@ -43,6 +43,8 @@ from hybridtensor.subclasses.observing import observers
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 
 _RECIPE = "_hybridtensor_recipe"
+STACKS = "_hybridtensor_stacks"
+"""The recipes of a module of experts, by the names of its weights; see ``linear.stack_forward``."""
 _modes_of_functions: Callable[[], bool] = torch._C._is_torch_function_mode_enabled  # private
 
 
@@ -65,6 +67,7 @@ def set_recipe(module: nn.Module, config: HybridConfig, state: LayerState) -> No
 def drop_recipe(module: nn.Module) -> None:
     """Remove a layer's recipe; a forward of another library that wraps ours then calls the layer's own."""
     module.__dict__.pop(_RECIPE, None)
+    module.__dict__.pop(STACKS, None)
     module.__dict__.pop("_hf_quantized_needs_local_tp", None)
     own = _forward_of(module)
     if own is not None:
@@ -122,7 +125,7 @@ class LayerForward:
         # Dynamo guards an attribute ``forward`` by identity, but a bound method by its function's code: equal layers
         # share one graph.
         if self.inner is None:
-            return types.MethodType(_method(type(_required(self._layer())).forward), self)
+            return types.MethodType(_method(type(required_layer(self._layer())).forward), self)
         method = _method.__wrapped__(self.inner)
         vars(method)["__signature__"] = _with_self(inspect.signature(self.inner))
         del vars(method)["__wrapped__"]  # often a method of the layer: a cycle
@@ -132,7 +135,7 @@ class LayerForward:
         """Run the layer's forward by what is at ``weight``; see the table of this file."""
         layer = self._layer()
         if layer is None:
-            layer = _required(layer)
+            layer = required_layer(layer)
         weight: Any = layer._parameters.get("weight")
         if type(weight) in WEIGHTS or _RECIPE not in layer.__dict__:
             # A weight of this library, or a layer that is plain again.
@@ -182,15 +185,15 @@ class LayerForward:
     # Copied and pickled with its layer; a bound method of the layer would be unpickled as the method of its class.
     def __deepcopy__(self, memo: dict[int, object]) -> LayerForward:
         return type(self)(
-            _required(copy.deepcopy(self._layer(), memo)), copy.deepcopy(self.inner, memo)
+            required_layer(copy.deepcopy(self._layer(), memo)), copy.deepcopy(self.inner, memo)
         )
 
     def __reduce__(self) -> tuple[object, ...]:
         inner = self.inner
         # pickle stores a bound method by its name, which would look up this forward on the layer
         if isinstance(inner, types.MethodType) and inner.__self__ is self._layer():
-            return _unbound, (), (self._layer(), inner.__func__, True)
-        return _unbound, (), (self._layer(), inner, False)
+            return _unbound, (type(self),), (self._layer(), inner.__func__, True)
+        return _unbound, (type(self),), (self._layer(), inner, False)
 
     def __setstate__(self, state: tuple[nn.Module, Callable[..., object], bool]) -> None:
         layer, inner, bound = state
@@ -214,14 +217,14 @@ def _method(forward: Callable[..., object]) -> Callable[..., object]:
     return bound
 
 
-def _required(layer: nn.Module | None) -> nn.Module:
+def required_layer(layer: nn.Module | None) -> nn.Module:
     if layer is None:
         raise RuntimeError("forward: the layer that this is the forward of is gone; call a layer")
     return layer
 
 
-def _unbound() -> LayerForward:
-    return LayerForward.__new__(LayerForward)
+def _unbound(kind: type[LayerForward] = LayerForward) -> LayerForward:
+    return kind.__new__(kind)
 
 
 def _input(input: Tensor) -> Tensor:
@@ -300,8 +303,7 @@ class _RecipeMode(TorchFunctionMode):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         recipe = self._layer.__dict__[_RECIPE]
-        made = _AsMasterWeight.apply(weight, recipe.config)
-        made.record.layer = recipe.state
+        made = as_master_weight(weight, recipe)
         return linear(input, made.t() if self._is_transposed else made, bias)
 
     def _wanted(self) -> str:
@@ -365,6 +367,13 @@ _TRANSPOSED_PRODUCTS: dict[Func, Callable[..., _Operands]] = {
     torch.matmul: _of_matmul, Tensor.matmul: _of_matmul, Tensor.__matmul__: _of_matmul,
     torch.mm: _of_mm, Tensor.mm: _of_mm, torch.addmm: _of_addmm, Tensor.addmm: _of_addmm,
 }  # fmt: skip
+
+
+def as_master_weight(values: Tensor, recipe: LayerRecipe) -> MasterWeight:
+    """Return a plain tensor as a weight with a layer's recipe and state, with gradients."""
+    made: MasterWeight = _AsMasterWeight.apply(values, recipe.config)
+    made.record.layer = recipe.state
+    return made
 
 
 class _AsMasterWeight(Function):

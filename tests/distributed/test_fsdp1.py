@@ -1,7 +1,10 @@
 """FullyShardedDataParallel, FSDP2's predecessor: works on flat parameters, and says where it does not."""
 
+import copy
+
 import pytest
 import torch
+from experts import Experts, offsets
 from processes import here
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -37,6 +40,29 @@ def trains_bitwise(rank, recipe):
 @pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "fp8_delayed"])
 def test_flat_parameters(two, recipe):
     two.run(trains_bitwise, recipe)
+
+
+def experts_train(rank, recipe):
+    """Nor do experts become plain."""
+    torch.manual_seed(0)
+    ends, device = offsets((32, 60, 96, 160), here()), torch.device(here(), rank if here() == "cuda" else None)
+    net = ht.quantize_(Experts(), recipe)
+    sharded = FullyShardedDataParallel(copy.deepcopy(net), device_id=device)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, sharded)]
+    for step in range(2):
+        x = torch.randn(160, 64, generator=torch.Generator(here()).manual_seed(step))
+        outputs = [m(x, ends) for m in (net, sharded)]
+        assert torch.equal(*outputs), step
+        for m, out, optimizer in zip((net, sharded), outputs, optimizers, strict=True):
+            optimizer.zero_grad()
+            out.square().mean().backward()
+            optimizer.step()
+            ht.step_(m)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed"])
+def test_flat_parameters_of_experts(two, recipe):
+    two.run(experts_train, recipe)
 
 
 def original_parameters(rank):

@@ -1,0 +1,99 @@
+"""Forward of a module of experts: its recipes also apply to other tensors that are at the names of its weights.
+
+``torch.func.functional_call`` sets other tensors for one call, pruning computes one, a new ``Parameter`` stays, and
+``FullyShardedDataParallel`` leaves views of its flat parameter. Their products reach no tensor of this library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hybridtensor.dtensor import local
+from hybridtensor.linear.function import require_plain_autograd
+from hybridtensor.linear.layer_forward import (
+    STACKS,
+    LayerForward,
+    LayerRecipe,
+    as_master_weight,
+    required_layer,
+)
+from hybridtensor.linear.operands import WEIGHTS
+from hybridtensor.ops.library import outside_graphs
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.state import LayerState
+from hybridtensor.subclasses.op_table import Args, Kwargs
+
+
+def set_stack_recipe(
+    module: nn.Module, parameter: str, config: HybridConfig, state: LayerState
+) -> None:
+    """Make a module of experts apply a recipe to any tensor that is at the name of a parameter."""
+    if STACKS not in module.__dict__:
+        module.forward = StackForward(module, module.__dict__.get("forward")).bound
+    module.__dict__[STACKS] = {
+        **module.__dict__.get(STACKS, {}),
+        parameter: LayerRecipe(config, state),
+    }
+
+
+def stack_recipe(module: nn.Module, parameter: str) -> LayerRecipe | None:
+    """Return the recipe and state of the experts' weight of a name, or None."""
+    found: dict[str, LayerRecipe] = module.__dict__.get(STACKS, {})
+    return found.get(parameter)
+
+
+class StackForward(LayerForward):
+    """The callable that replaces ``forward`` of one module of experts, as its bound method ``bound``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
+        layer = required_layer(self._layer())
+        for name in layer.__dict__.get(STACKS, ()):
+            if not isinstance(local(_at(layer, name)), (*WEIGHTS, type(None))):
+                return _with_recipes(self, layer, args, kwargs)
+        return self.run(layer, args, kwargs)
+
+
+def _at(layer: nn.Module, name: str) -> Any:
+    """Return the tensor at a weight's name, or None of one that a parametrization computes."""
+    # A parameter first: FSDP1 and pruning put attributes in the place of those that they take away
+    found = layer._parameters.get(name)
+    return layer.__dict__.get(name) if found is None else found
+
+
+# a graph cannot make a weight's record
+@outside_graphs("a plain tensor stands at the weight of converted experts")
+def _with_recipes(forward: StackForward, layer: nn.Module, args: Args, kwargs: Kwargs) -> object:
+    """Run a module's forward while tensors of another class are at its weights."""
+    require_plain_autograd()
+    with _as_weights(layer):
+        return forward.run(layer, args, kwargs)
+
+
+@contextlib.contextmanager
+def _as_weights(layer: nn.Module) -> Iterator[None]:
+    """Replace plain tensors at the names of a module's weights while it runs, with gradients."""
+    # The tables: a module's attribute would refuse what is no parameter
+    tables: dict[str, dict[str, Any]] = {
+        name: layer._parameters if layer._parameters.get(name) is not None else layer.__dict__
+        for name in layer.__dict__[STACKS]
+    }
+    before = {name: table[name] for name, table in tables.items() if name in table}
+    try:
+        for name, tensor in before.items():
+            if isinstance(local(tensor), WEIGHTS):
+                continue
+            if isinstance(tensor, DTensor) or not isinstance(tensor, Tensor):
+                raise NotImplementedError(
+                    f"forward: {type(layer).__name__}.{name} is a {type(tensor).__name__} in place of the "
+                    "experts' weight that was quantized; call quantize_ on the model that has it"
+                )
+            tables[name][name] = as_master_weight(tensor, layer.__dict__[STACKS][name])
+        yield
+    finally:
+        for name, tensor in before.items():
+            tables[name][name] = tensor

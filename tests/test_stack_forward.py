@@ -1,0 +1,99 @@
+"""Experts apply their recipes to whatever tensors stand at the names of their weights."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from experts import Experts, offsets
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import prune
+
+import hybridtensor as ht
+
+NAMES = ("w1", "w3", "w2")
+ENDS = (32, 60, 96, 160)
+
+
+def tokens(seed=0):
+    return torch.randn(160, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def experts(recipe=None, seed=0, **options):
+    torch.manual_seed(seed)
+    made = Experts()
+    return made if recipe is None else ht.quantize_(made, recipe, **options)
+
+
+def values(module):
+    return {name: getattr(module, name).detach().clone().requires_grad_() for name in NAMES}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "persistent"),
+    [("fp8", False), ("fp8_delayed", False), ("mxfp8", False), ("nvfp4", True), ("fp8+dequantized", True)],
+)
+def test_functional_call(recipe, persistent):
+    """Bitwise experts with these weights: outputs, gradients of what was put there, state."""
+    ours, same, given = experts(recipe, persistent=persistent), experts(recipe, seed=1), values(experts(seed=1))
+    for step in range(2):
+        expected = same(tokens(step), offsets(ENDS))
+        got = functional_call(ours, given, (tokens(step), offsets(ENDS)))
+        assert torch.equal(got, expected)
+        for out in (expected, got):
+            out.square().sum().backward()
+        assert all(torch.equal(given[name].grad, getattr(same, name).grad) for name in NAMES)
+        for module in (ours, same):
+            ht.step_(module)
+    assert not torch.equal(ours(tokens(), offsets(ENDS)), same(tokens(), offsets(ENDS)))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, of an input that goes on after a graph break
+def test_functional_call_in_a_compiled_function():
+    ours, given = experts("fp8"), values(experts(seed=1))
+    call = torch.compile(lambda w, x, ends: functional_call(ours, w, (x, ends)), backend="aot_eager")
+    assert torch.equal(call(given, tokens(), offsets(ENDS)), experts("fp8", seed=1)(tokens(), offsets(ENDS)))
+
+
+def replaced(module):
+    module.w1 = nn.Parameter(experts(seed=1).w1.detach())
+
+
+def pruned(module):
+    prune.l1_unstructured(module, "w1", 0.3)
+
+
+@pytest.mark.parametrize(("change", "copied"), [(replaced, False), (replaced, True), (pruned, False)])
+def test_a_weight_that_becomes_another_tensor(change, copied):
+    ours, plain = experts("fp8"), experts()
+    for module in (ours, plain):
+        change(module)
+    expected = experts()
+    expected.w1 = nn.Parameter(plain.w1.detach().clone())
+    ht.quantize_(expected, "fp8")
+    if copied:
+        ours = copy.deepcopy(pickle.loads(pickle.dumps(ours)))
+    outputs = [module(tokens(), offsets(ENDS)) for module in (ours, expected)]
+    assert torch.equal(*outputs)
+    for out in outputs:
+        out.square().sum().backward()
+    if change is replaced:
+        assert torch.equal(ours.w1.grad, expected.w1.grad)
+        ht.set_config_(ours, "mxfp8")
+        assert torch.equal(ours(tokens(), offsets(ENDS)), ht.set_config_(expected, "mxfp8")(tokens(), offsets(ENDS)))
+
+
+def test_plain_gives_the_former_forward_back():
+    ours = experts("fp8")
+    assert "forward" in vars(ours)
+    ht.plain_(ours)
+    assert "forward" not in vars(ours)
+    assert torch.equal(ours(tokens(), offsets(ENDS)), experts()(tokens(), offsets(ENDS)))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, lambda f: torch.vmap(f, randomness="different")])
+def test_transforms_raise(transform):
+    ours, given = experts("fp8"), {name: value.detach() for name, value in values(experts()).items()}
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        transform(lambda x: functional_call(ours, given, (x, offsets(ENDS))).sum())(tokens())
