@@ -75,9 +75,9 @@ METHODS_OF_OTHERS = {
     *("context_of_products", "of_gradient", "stamp", "with_values"),
     *("tensor_scale_shape", "tensors"),
     # torch, with what it made
-    *("check_shards", "commit_tensor", "create_local_plan", "extra_repr", "fsdp_post_all_gather"),
-    *("fsdp_pre_all_gather", "load_bytes", "misfits", "read_metadata", "reset_parameters", "resolve_data"),
-    *("finish_plan", "places", "read_data", "set_up_storage_reader", "stage_values"),
+    *("check_shards", "commit_tensor", "create_global_plan", "create_local_plan", "extra_repr"),
+    *("fsdp_post_all_gather", "fsdp_pre_all_gather", "load_bytes", "misfits", "read_metadata", "reset_parameters"),
+    *("finish_plan", "places", "read_data", "resolve_data", "set_up_storage_reader", "stage_values"),
     *("set_up_planner", "stage", "transform_object"),
 }
 """Methods that only this package, and torch, call: with what they made, on every operation."""
