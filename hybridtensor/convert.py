@@ -39,7 +39,7 @@ from hybridtensor.linear.sharing import share_between_layers_of
 from hybridtensor.linear.tensor_parallel import section_of
 from hybridtensor.linear.weight_buckets import bucket_weights
 from hybridtensor.optim import watch_plain_optimizers
-from hybridtensor.ranks import PATIENCE, require_alike
+from hybridtensor.ranks import patience, require_alike
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.selection import (
     Filter,
@@ -263,7 +263,9 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
             sharded_as(part, config)
     recipes = {layer.name: f"{config} ({config.fingerprint()[:8]})" for layer, config in plan}
     # Before anything changes: this raises on all ranks or on none.
-    require_alike("set_config_", recipes, advice=ADVICE, groups=groups_of(model), timeout=PATIENCE)
+    require_alike(
+        "set_config_", recipes, advice=ADVICE, groups=groups_of(model), timeout=patience()
+    )
     reshard(layer.weight for layer, _ in plan)
     with all_or_nothing(model, [layer for layer, _ in plan]) as undo:
         for persistent in (False, True):

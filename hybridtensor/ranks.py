@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from hybridtensor.arguments import require_group, require_timeout
@@ -35,8 +36,24 @@ _KINDS: dict[str, type[Exception]] = {
 }
 
 TIMEOUT = datetime.timedelta(minutes=10)
-PATIENCE = datetime.timedelta(seconds=10)  # for ranks that were at the same collective a moment ago
+PATIENCE = datetime.timedelta(seconds=30)  # for ranks that were at the same collective a moment ago
 _MOST_NAMES = 4  # in an error
+
+
+def patience() -> datetime.timedelta:
+    """Wait until the collectives that this rank launched are over, and return how long the other ranks may take then.
+
+    Python is ahead of a GPU: where gradients were just reduced, another rank may still compile or read its batch, for
+    longer than one waits for a rank that does not come.
+    """
+    _finish_launched()
+    return PATIENCE
+
+
+def _finish_launched() -> None:
+    """Wait for the GPU, unless a CUDA graph is captured."""
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
 
 
 class Ranks:

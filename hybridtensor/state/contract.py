@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hybridtensor.dtensor import local
 from hybridtensor.ops.library import is_captured
-from hybridtensor.ranks import PATIENCE, TIMEOUT, require_alike
+from hybridtensor.ranks import PATIENCE, TIMEOUT, patience, require_alike
 from hybridtensor.state.layer import LayerState
 from hybridtensor.state.ranks import ALL_RANKS, TrainingRanks
 from hybridtensor.state.training import Group, Training, training_of
@@ -40,7 +40,7 @@ def require_contract_once(model: nn.Module) -> None:
         return
     training.is_compared = True
     # its ranks have just reduced gradients
-    require_contract(f"first step of {type(model).__name__}", model, groups_of(model), PATIENCE)
+    require_contract(f"first step of {type(model).__name__}", model, groups_of(model), patience())
 
 
 def _facts(model: nn.Module) -> dict[str, str]:

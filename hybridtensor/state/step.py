@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hybridtensor.arguments import require_flag, require_module, wrong
 from hybridtensor.ops.library import is_captured
-from hybridtensor.ranks import PATIENCE, require_alike
+from hybridtensor.ranks import patience, require_alike
 from hybridtensor.state.contract import ADVICE, ranks_without_state, reduced
 from hybridtensor.state.layer import LayerState, required
 from hybridtensor.state.ranks import TrainingRanks
@@ -234,6 +234,6 @@ def _check_same_scales(
         facts,
         advice=ADVICE,
         groups=[group],
-        timeout=PATIENCE,
+        timeout=patience(),
     )
     checked[group] = layout

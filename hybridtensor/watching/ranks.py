@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridtensor.ranks import PATIENCE
 from hybridtensor.ranks import Ranks as ProcessRanks
+from hybridtensor.ranks import patience
 from hybridtensor.watching.sums import Numbers, Sums, Watched
 
 
@@ -25,7 +25,7 @@ class Ranks(NamedTuple):
 def agree(how: tuple[int, ...], layers: Sequence[Watched], error: Exception | None) -> Ranks:
     """Find the ranks with the same layers; raise ``error``, or RuntimeError on all if ranks sample other steps."""
     names = tuple(f"{layer.name} {layer.config} {layer.experts}" for layer in layers)
-    ranks = ProcessRanks("watch", None, PATIENCE)
+    ranks = ProcessRanks("watch", None, patience())
     alone = ranks.size == 1
     every = ranks.gather(lambda: (how, names, None if error is None else str(error)))
     if error is not None:

@@ -5,9 +5,11 @@ import datetime
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,10 +18,11 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridtensor as ht
+from hybridtensor import ranks
 from hybridtensor.distributed import checkpoint
 from hybridtensor.ranks import PATIENCE
 
-SECONDS = 15.0  # 10 of them for ranks that do not come
+SECONDS = 15.0
 
 
 def make(recipe="fp8_delayed", **options):
@@ -230,7 +233,7 @@ def test_a_difference_raises_on_every_rank(two, body):
 
 
 def impatient(rank, body):
-    """Wait for 3 s where ranks wait for 10: that they do is what is tested, not for how long."""
+    """Wait for 3 s where ranks wait for 30: that they do is what is tested, not for how long."""
     for name, module in list(sys.modules.items()):
         if name.startswith("hybridtensor.") and hasattr(module, "PATIENCE"):
             module.PATIENCE = datetime.timedelta(seconds=3)
@@ -239,13 +242,43 @@ def impatient(rank, body):
 
 def test_a_rank_that_does_not_come(tmp_path):
     """All at once: they wait."""
-    assert datetime.timedelta(seconds=10) == PATIENCE
+    assert datetime.timedelta(seconds=30) == PATIENCE
     for body in LATE:
         (tmp_path / body.__name__).mkdir()
     with ThreadPoolExecutor(len(LATE)) as pool:
         runs = [pool.submit(run, impatient, 2, tmp_path / body.__name__, body) for body in LATE]
     for one in runs:
         one.result()
+
+
+def behind(rank):
+    """Let Python of rank 0 be ahead of its device, which waits for what rank 1 launches."""
+    model = make("fp8")
+    optimizer, parallel = torch.optim.SGD(model.parameters(), lr=0.1), DistributedDataParallel(model)
+    parallel(batch()).sum().backward()
+    if rank == 0:
+        store = dist.distributed_c10d._get_default_store()
+        with mock.patch.object(ranks, "_finish_launched", side_effect=lambda: store.wait(["launched"])):
+            optimizer.step()
+    else:
+        time.sleep(5)  # it compiles, longer than a rank is waited for
+        dist.distributed_c10d._get_default_store().set("launched", "")
+        optimizer.step()
+
+
+def test_a_rank_whose_python_is_behind(tmp_path):
+    run(impatient, 2, tmp_path, behind)
+
+
+def test_what_is_captured_is_not_waited_for():
+    with (
+        mock.patch.object(torch.cuda, "is_initialized", return_value=True),
+        mock.patch.object(torch.cuda, "synchronize") as wait,
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", side_effect=[False, True]),
+    ):
+        for waits in (1, 1):
+            assert ranks.patience() == PATIENCE
+            assert wait.call_count == waits
 
 
 def leaves(rank):
