@@ -1,5 +1,6 @@
 """Experts apply their recipes to whatever tensors stand at the names of their weights."""
 
+import contextlib
 import copy
 import pickle
 
@@ -8,7 +9,7 @@ import torch
 from experts import Experts, offsets
 from torch import nn
 from torch.func import functional_call
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 
 import hybridtensor as ht
 
@@ -82,6 +83,29 @@ def test_a_weight_that_becomes_another_tensor(change, copied):
         assert torch.equal(ours.w1.grad, expected.w1.grad)
         ht.set_config_(ours, "mxfp8")
         assert torch.equal(ours(tokens(), offsets(ENDS)), ht.set_config_(expected, "mxfp8")(tokens(), offsets(ENDS)))
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_weight_that_a_parametrization_computes(cached):
+    ours, same = experts(), experts()
+    same.w1 = nn.Parameter(2 * same.w1.detach())
+    for module in (ours, same):
+        ht.quantize_(module, "fp8")
+    parametrize.register_parametrization(ours, "w1", Doubled(), unsafe=True)
+    with parametrize.cached() if cached else contextlib.nullcontext():
+        got, expected = (module(tokens(), offsets(ENDS)) for module in (ours, same))
+        assert type(ours.w1) is torch.Tensor
+        assert torch.equal(ours.w1, same.w1)
+    assert torch.equal(got, expected)
+    for out in (got, expected):
+        out.square().sum().backward()
+    assert torch.equal(ours.parametrizations.w1.original.grad, 2 * same.w1.grad)
+    assert torch.equal(ours.w2.grad, same.w2.grad)
 
 
 def test_plain_gives_the_former_forward_back():

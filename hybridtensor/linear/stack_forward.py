@@ -1,7 +1,8 @@
 """Forward of a module of experts: its recipes also apply to other tensors that are at the names of its weights.
 
-``torch.func.functional_call`` sets other tensors for one call, pruning computes one, a new ``Parameter`` stays, and
-``FullyShardedDataParallel`` leaves views of its flat parameter. Their products reach no tensor of this library.
+``torch.func.functional_call`` sets other tensors for one call, pruning and parametrizations compute one, a new
+``Parameter`` stays, and ``FullyShardedDataParallel`` leaves views of its flat parameter. Their products reach no tensor
+of this library.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 
 from hybridtensor.dtensor import local
 from hybridtensor.linear.function import require_plain_autograd
@@ -59,9 +61,11 @@ class StackForward(LayerForward):
 
 
 def _at(layer: nn.Module, name: str) -> Any:
-    """Return the tensor at a weight's name, or None of one that a parametrization computes."""
+    """Return the tensor at a weight's name, the parametrization that computes it, or None."""
     # A parameter first: FSDP1 and pruning put attributes in the place of those that they take away
     found = layer._parameters.get(name)
+    if found is None and "parametrizations" in layer._modules:
+        found = layer._modules["parametrizations"]._modules.get(name)  # type: ignore[union-attr,assignment]
     return layer.__dict__.get(name) if found is None else found
 
 
@@ -70,8 +74,24 @@ def _at(layer: nn.Module, name: str) -> Any:
 def _with_recipes(forward: StackForward, layer: nn.Module, args: Args, kwargs: Kwargs) -> object:
     """Run a module's forward while tensors of another class are at its weights."""
     require_plain_autograd()
-    with _as_weights(layer):
+    with parametrize.cached(), _computed_as_weights(layer), _as_weights(layer):
         return forward.run(layer, args, kwargs)
+
+
+@contextlib.contextmanager
+def _computed_as_weights(layer: nn.Module) -> Iterator[None]:
+    """Replace what parametrizations compute in place of a module's weights while it runs, with gradients."""
+    # Private to torch: where ``parametrize.cached`` stores what was computed, so that a forward finds it
+    known, before = parametrize._cache, {}
+    for name, recipe in layer.__dict__[STACKS].items():
+        if parametrize.is_parametrized(layer, name):
+            value, key = getattr(layer, name), (id(layer), name)
+            if not isinstance(local(value), WEIGHTS):
+                before[key], known[key] = known[key], as_master_weight(value, recipe)
+    try:
+        yield
+    finally:
+        known.update(before)
 
 
 @contextlib.contextmanager
