@@ -87,10 +87,8 @@ def export_pretrained(
         static_inputs=static_inputs, timeout=timeout,
     )  # fmt: skip
 
-    make_config = partial(
-        inference_config, model, layout, experts=experts, static_inputs=static_inputs
-    )
-    config = everyone(lambda: _config(model, make_config(), dtype))
+    make = partial(inference_config, model, layout, experts=experts, static_inputs=static_inputs)
+    config = everyone(lambda: _config(model, make(), dtype))
     with contextlib.ExitStack() as stack:
         made = _written(stack, library, target, tensors, shard_bytes) if first else None
         collections.deque(tensors, maxlen=0)  # other ranks wait in their gathers until all are done

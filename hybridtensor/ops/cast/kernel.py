@@ -217,11 +217,9 @@ class KernelCast(PreparedCast):
             )
             self.measure_held = self._held_measurement(reverse=passes == 1)
             passes += not self.by_largest
-        needs_state = (
-            key.scaled or key.record_dtype is not None or draws or key.prologue is not None
-        )
-        self._needs_amaxes_only = not (needs_state or passes or self.measure_held is not None)
         recorded = key.record_dtype is not None
+        needs_state = key.scaled or recorded or draws or key.prologue is not None
+        self._needs_amaxes_only = not (needs_state or passes or self.measure_held is not None)
         records = recorded and row.kind == GIVEN, recorded and column.kind == GIVEN
         once = source is not None or not records[0]  # both faces of a matrix have its amax
         self.cast = CastLaunch(
