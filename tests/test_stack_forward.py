@@ -85,6 +85,45 @@ def test_a_weight_that_becomes_another_tensor(change, copied):
         assert torch.equal(ours(tokens(), offsets(ENDS)), ht.set_config_(expected, "mxfp8")(tokens(), offsets(ENDS)))
 
 
+@pytest.mark.parametrize("later", [ht.quantize_, ht.set_config_])
+@pytest.mark.parametrize(
+    "change", [pruned, lambda m: nn.utils.weight_norm(m, "w1"), lambda m: nn.utils.spectral_norm(m, "w1")]
+)
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_a_recipe_after_a_hook_computes_a_weight(change, later):
+    """The tensor that is multiplied gets the recipe, under its own name."""
+    ours = experts() if later is ht.quantize_ else experts("fp8")
+    with torch.no_grad():  # a live graph would refuse quantize_
+        change(ours.eval())
+    later(ours, "mxfp8")
+    got, expected = ours(tokens(), offsets(ENDS)), experts()
+    expected.w1 = nn.Parameter(ours.w1.detach().clone())  # computed by now
+    assert torch.equal(got, ht.quantize_(expected, "mxfp8")(tokens(), offsets(ENDS)))
+
+
+def test_a_weight_that_becomes_a_buffer():
+    ours = experts("fp8")
+    del ours.w1
+    ours.register_buffer("w1", experts().w1.detach())
+    assert torch.equal(ours(tokens(), offsets(ENDS)), experts("fp8")(tokens(), offsets(ENDS)))
+    assert type(ours.w1) is torch.Tensor
+
+
+class WithoutGate(Experts):
+    def forward(self, x, ends):
+        return torch._grouped_mm(x, self.w1.transpose(-2, -1), offs=ends)
+
+
+def test_an_attribute_that_is_none_is_passed_over():
+    torch.manual_seed(0)
+    ours = ht.quantize_(WithoutGate(), "fp8")
+    expected = ours(tokens(), offsets(ENDS))
+    ours.w1 = nn.Parameter(ours.w1.plain.detach().clone())
+    del ours.w3
+    ours.w3 = None
+    assert torch.equal(ours(tokens(), offsets(ENDS)), expected)
+
+
 class Doubled(nn.Module):
     def forward(self, x):
         return 2 * x
@@ -106,6 +145,22 @@ def test_a_weight_that_a_parametrization_computes(cached):
         out.square().sum().backward()
     assert torch.equal(ours.parametrizations.w1.original.grad, 2 * same.w1.grad)
     assert torch.equal(ours.w2.grad, same.w2.grad)
+
+
+class Failing(nn.Module):
+    def forward(self, x):
+        raise ArithmeticError
+
+
+def test_an_error_of_a_parametrization_leaves_the_cache_as_it_was():
+    ours = experts("fp8")
+    parametrize.register_parametrization(ours, "w1", Doubled(), unsafe=True)
+    parametrize.register_parametrization(ours, "w3", nn.Identity(), unsafe=True)
+    ours.parametrizations.w3[0] = Failing()
+    with parametrize.cached():
+        with pytest.raises(ArithmeticError):
+            ours(tokens(), offsets(ENDS))
+        assert type(ours.w1) is torch.Tensor
 
 
 def test_plain_gives_the_former_forward_back():

@@ -37,10 +37,21 @@ def set_stack_recipe(
     """Make a module of experts apply a recipe to any tensor that is at the name of a parameter."""
     if STACKS not in module.__dict__:
         module.forward = StackForward(module, module.__dict__.get("forward")).bound
+    recipe = LayerRecipe(config, state)
     module.__dict__[STACKS] = {
         **module.__dict__.get(STACKS, {}),
-        parameter: LayerRecipe(config, state),
+        **dict.fromkeys(_names(module, parameter), recipe),
     }
+
+
+def _names(module: nn.Module, parameter: str) -> tuple[str, ...]:
+    """Return a parameter's name, and that of the tensor which torch's hooks compute from it, if there is one."""
+    # prune and the former spectral_norm rename w1 to w1_orig, the former weight_norm to w1_v beside w1_g
+    computed = parameter.removesuffix("_orig")
+    if f"{parameter.removesuffix('_v')}_g" in module._parameters:
+        computed = parameter.removesuffix("_v")
+    is_there = computed != parameter and isinstance(module.__dict__.get(computed), Tensor)
+    return (parameter, computed) if is_there else (parameter,)
 
 
 def stack_recipe(module: nn.Module, parameter: str) -> LayerRecipe | None:
@@ -66,7 +77,14 @@ def _at(layer: nn.Module, name: str) -> Any:
     found = layer._parameters.get(name)
     if found is None and "parametrizations" in layer._modules:
         found = layer._modules["parametrizations"]._modules.get(name)  # type: ignore[union-attr,assignment]
-    return layer.__dict__.get(name) if found is None else found
+    return _table(layer, name).get(name) if found is None else found
+
+
+def _table(layer: nn.Module, name: str) -> dict[str, Any]:
+    """Return where a module stores what is at a name: a parameter, a buffer or an attribute."""
+    if layer._parameters.get(name) is not None:
+        return layer._parameters
+    return layer._buffers if layer._buffers.get(name) is not None else layer.__dict__
 
 
 # a graph cannot make a weight's record
@@ -83,12 +101,12 @@ def _computed_as_weights(layer: nn.Module) -> Iterator[None]:
     """Replace what parametrizations compute in place of a module's weights while it runs, with gradients."""
     # Private to torch: where ``parametrize.cached`` stores what was computed, so that a forward finds it
     known, before = parametrize._cache, {}
-    for name, recipe in layer.__dict__[STACKS].items():
-        if parametrize.is_parametrized(layer, name):
-            value, key = getattr(layer, name), (id(layer), name)
-            if not isinstance(local(value), WEIGHTS):
-                before[key], known[key] = known[key], as_master_weight(value, recipe)
     try:
+        for name, recipe in layer.__dict__[STACKS].items():
+            if parametrize.is_parametrized(layer, name):
+                value, key = getattr(layer, name), (id(layer), name)
+                if not isinstance(local(value), WEIGHTS):
+                    before[key], known[key] = known[key], as_master_weight(value, recipe)
         yield
     finally:
         known.update(before)
@@ -98,11 +116,8 @@ def _computed_as_weights(layer: nn.Module) -> Iterator[None]:
 def _as_weights(layer: nn.Module) -> Iterator[None]:
     """Replace plain tensors at the names of a module's weights while it runs, with gradients."""
     # The tables: a module's attribute would refuse what is no parameter
-    tables: dict[str, dict[str, Any]] = {
-        name: layer._parameters if layer._parameters.get(name) is not None else layer.__dict__
-        for name in layer.__dict__[STACKS]
-    }
-    before = {name: table[name] for name, table in tables.items() if name in table}
+    tables = {name: _table(layer, name) for name in layer.__dict__[STACKS]}
+    before = {name: table[name] for name, table in tables.items() if table.get(name) is not None}
     try:
         for name, tensor in before.items():
             if isinstance(local(tensor), WEIGHTS):
