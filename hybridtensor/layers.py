@@ -134,11 +134,23 @@ def layers_of(model: nn.Module, root: str = "") -> Iterator[Layer]:
             is_head = module in heads or id(module._parameters.get("weight")) in tied
             transposed = stores_transposed(module)
             yield Layer(name, module, transposed=transposed, is_head=is_head)
-        elif not type(module).__module__.startswith("torch.nn."):
-            for parameter, weight in module._parameters.items():
-                if weight is not None and weight.dim() == 3 and weight.is_floating_point():
+        elif not parametrize.type_before_parametrizations(module).__module__.startswith(
+            "torch.nn."
+        ):
+            for parameter, weight in _tensors_of(module):
+                if weight.dim() == 3 and weight.is_floating_point():
                     full = f"{name}.{parameter}" if name else parameter
                     yield Layer(full, module, parameter, _is_transposed(module, parameter, weight))
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's own parameters, and tensors that its parametrizations compute, by name."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter
+    if parametrize.is_parametrized(module):
+        for name, _ in module.get_submodule("parametrizations").named_children():
+            yield name, Layer(name, module, name).weight
 
 
 def _heads_of(model: nn.Module) -> set[nn.Module]:

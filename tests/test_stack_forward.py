@@ -147,6 +147,25 @@ def test_a_weight_that_a_parametrization_computes(cached):
     assert torch.equal(ours.w2.grad, same.w2.grad)
 
 
+@pytest.mark.parametrize("later", [ht.quantize_, ht.set_config_])
+def test_a_recipe_after_a_parametrization(later):
+    """The computed weight and those beside it get it."""
+    ours, same = nn.ModuleDict({"experts": experts(), "head": nn.Linear(64, 64)}), experts()
+    same.w1 = nn.Parameter(2 * same.w1.detach())
+    if later is ht.set_config_:
+        ht.quantize_(ours, "fp8")
+    parametrize.register_parametrization(ours.experts, "w1", Doubled(), unsafe=True)
+    later(ours, "fp8_delayed")
+    ht.quantize_(same, "fp8_delayed")
+    for step in range(3):
+        got, expected = (module(tokens(step), offsets(ENDS)) for module in (ours.experts, same))
+        assert torch.equal(got, expected)
+        for module, out in ((ours, got), (same, expected)):
+            out.square().sum().backward()
+            ht.step_(module)
+    assert torch.equal(ours.experts.parametrizations.w1.original.grad, 2 * same.w1.grad)
+
+
 class Failing(nn.Module):
     def forward(self, x):
         raise ArithmeticError
