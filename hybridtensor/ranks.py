@@ -29,6 +29,7 @@ _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], in
     weakref.WeakKeyDictionary()
 )
 _LOOK = datetime.timedelta(seconds=1)  # between two looks whether a rank has left
+_MOMENT = 0.001  # seconds between two looks at a GPU
 _KINDS: dict[str, type[Exception]] = {
     "ValueError": ValueError,
     "TypeError": TypeError,
@@ -51,9 +52,29 @@ def patience() -> datetime.timedelta:
 
 
 def _finish_launched() -> None:
-    """Wait for the GPU, unless a CUDA graph is captured."""
-    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.synchronize()
+    """Wait for the GPU until a rank has left, unless a CUDA graph is captured."""
+    alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+    if alone or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+        return
+    # This stream waits for those of gradients. Not ``synchronize``, which a rank that has left would block
+    done, looked = torch.cuda.Event(), time.monotonic()
+    done.record()
+    while not done.query():
+        time.sleep(_MOMENT)
+        if time.monotonic() - looked > _LOOK.total_seconds():
+            try:
+                gone = bool(_who_left(range(dist.get_world_size())))
+            except RuntimeError:  # the store is gone, and with it the rank that had it
+                gone = True
+            if gone:
+                return  # who compares ranks raises, and says so
+            looked = time.monotonic()
+
+
+def _who_left(members: Iterable[int]) -> list[int]:
+    """Return the ranks whose processes have ended."""
+    store = dist.distributed_c10d._get_default_store()
+    return [rank for rank in members if store.check([f"hybridtensor/left/{rank}"])]
 
 
 class Ranks:
@@ -205,7 +226,7 @@ def _meet(who: str, members: list[int], timeout: datetime.timedelta, advice: str
             with contextlib.suppress(RuntimeError):  # too late; or the store is gone: see below
                 store.wait(missing, datetime.timedelta(seconds=seconds))
             missing = [other for other in missing if not store.check([other])]
-            left = [other for other in missing if default.check([f"hybridtensor/left/{other}"])]
+            left = [str(other) for other in _who_left(map(int, missing))]
     except RuntimeError as error:  # the store is gone, and with it the rank that had it
         raise RuntimeError(
             f"{who}: rank {rank} lost the store of the process group; start again from the last "

@@ -182,6 +182,14 @@ def test_an_error_of_a_parametrization_leaves_the_cache_as_it_was():
         assert type(ours.w1) is torch.Tensor
 
 
+def test_what_no_recipe_applies_to_is_named():
+    ours = experts("fp8")
+    ours.w1 = nn.Parameter(torch.zeros(ours.w1.shape, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(NotImplementedError, match=r"Experts\.w1 is a Parameter of torch\.int8 in place of .* plain_"):
+        ours(tokens(), offsets(ENDS))
+    assert ours.w1.dtype == torch.int8
+
+
 def test_plain_gives_the_former_forward_back():
     ours = experts("fp8")
     assert "forward" in vars(ours)

@@ -122,10 +122,12 @@ def _as_weights(layer: nn.Module) -> Iterator[None]:
         for name, tensor in before.items():
             if isinstance(local(tensor), WEIGHTS):
                 continue
-            if isinstance(tensor, DTensor) or not isinstance(tensor, Tensor):
+            is_plain = isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)
+            if not is_plain or not tensor.is_floating_point():
+                kind = f"{type(tensor).__name__}{f' of {tensor.dtype}' if is_plain else ''}"
                 raise NotImplementedError(
-                    f"forward: {type(layer).__name__}.{name} is a {type(tensor).__name__} in place of the "
-                    "experts' weight that was quantized; call quantize_ on the model that has it"
+                    f"forward: {type(layer).__name__}.{name} is a {kind} in place of the experts' weight that "
+                    "was quantized; call quantize_ on the model that has it, or plain_ before"
                 )
             tables[name][name] = as_master_weight(tensor, layer.__dict__[STACKS][name])
         yield

@@ -1,6 +1,7 @@
 """What ranks must have alike, and at which step they are: every difference raises on every rank, within seconds."""
 
 import atexit
+import contextlib
 import datetime
 import sys
 import time
@@ -270,15 +271,32 @@ def test_a_rank_whose_python_is_behind(tmp_path):
     run(impatient, 2, tmp_path, behind)
 
 
-def test_what_is_captured_is_not_waited_for():
-    with (
-        mock.patch.object(torch.cuda, "is_initialized", return_value=True),
-        mock.patch.object(torch.cuda, "synchronize") as wait,
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", side_effect=[False, True]),
-    ):
-        for waits in (1, 1):
-            assert ranks.patience() == PATIENCE
-            assert wait.call_count == waits
+def ahead_of_the_device(rank):
+    """A device that is busy for two looks, one that never ends because a rank has left, and a capture."""
+    dist.barrier()
+    gpu = {"is_initialized": True, "is_current_stream_capturing": False}
+    with contextlib.ExitStack() as stack:
+        for name, value in gpu.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, return_value=value))
+        event = stack.enter_context(mock.patch.object(torch.cuda, "Event")).return_value
+        event.query.side_effect = [False, False, True]
+        assert ranks.patience() == PATIENCE
+        assert event.query.call_count == 3
+        if rank == 0:
+            event.query = mock.Mock(return_value=False)
+            dist.distributed_c10d._get_default_store().set("hybridtensor/left/1", "left")
+            ranks.patience()
+            assert event.query.call_count > 2
+            with mock.patch.object(ranks, "_who_left", side_effect=RuntimeError):
+                ranks.patience()
+            torch.cuda.is_current_stream_capturing.return_value = True
+            event.query.reset_mock()
+            ranks.patience()
+            event.query.assert_not_called()
+
+
+def test_python_waits_for_its_device(tmp_path):
+    run(ahead_of_the_device, 2, tmp_path)
 
 
 def leaves(rank):
