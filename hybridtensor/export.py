@@ -318,10 +318,8 @@ def _load(
 def _take_weight(tensors: dict[str, Tensor], name: str, description: Description) -> HybridTensor:
     """Take the tensors of the faces of a weight out of ``tensors``."""
     size, dtype = tuple(int(n) for n in description["shape"]), _dtype(description["dtype"])
-    faces: dict[str, FaceTensor] = {}
-    for direction, face in sorted(
-        description["faces"].items(), reverse=True
-    ):  # the rowwise one first
+    faces: dict[str, FaceTensor] = {}  # the rowwise one first
+    for direction, face in sorted(description["faces"].items(), reverse=True):
         if face.get("follows") == "rowwise":
             row = faces["rowwise"]
             faces[direction] = IdentityTensor(
