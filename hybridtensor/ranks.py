@@ -52,14 +52,16 @@ def patience() -> datetime.timedelta:
 
 
 def _finish_launched() -> None:
-    """Wait for the GPU until a rank has left, unless a CUDA graph is captured."""
+    """Wait until the GPU is done or a rank has left, for ``TIMEOUT`` at most; not while a CUDA graph is captured."""
     alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
     if alone or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return
-    # This stream waits for those of gradients. Not ``synchronize``, which a rank that has left would block
+    # The current stream waits for the collectives of gradients. ``torch.cuda.synchronize`` would wait for a rank that
+    # has left, too, until NCCL's own timeout
     done, looked = torch.cuda.Event(), time.monotonic()
+    deadline = looked + TIMEOUT.total_seconds()
     done.record()
-    while not done.query():
+    while not done.query() and time.monotonic() < deadline:
         time.sleep(_MOMENT)
         if time.monotonic() - looked > _LOOK.total_seconds():
             try:

@@ -218,6 +218,7 @@ def _method(forward: Callable[..., object]) -> Callable[..., object]:
 
 
 def required_layer(layer: nn.Module | None) -> nn.Module:
+    """Return the layer of a weak reference; raise RuntimeError if it was collected."""
     if layer is None:
         raise RuntimeError("forward: the layer that this is the forward of is gone; call a layer")
     return layer
@@ -265,7 +266,7 @@ class _ShardedLinearMode(TorchFunctionMode):
 
 
 # a graph cannot make a weight's record
-@outside_graphs("a plain tensor stands at the weight of a converted layer")
+@outside_graphs("the weight of a converted layer is a plain tensor")
 def _with_recipe(forward: LayerForward, layer: nn.Module, args: Args, kwargs: Kwargs) -> object:
     """Run a layer's forward while another class's tensor is at its weight."""
     require_plain_autograd()

@@ -1,4 +1,4 @@
-"""Forward of a module of experts: its recipes also apply to other tensors that are at the names of its weights.
+"""Forward of a module of experts: its recipes also apply to plain tensors in place of its weights.
 
 ``torch.func.functional_call`` sets other tensors for one call, pruning and parametrizations compute one, a new
 ``Parameter`` stays, and ``FullyShardedDataParallel`` leaves views of its flat parameter. Their products reach no tensor
@@ -34,7 +34,7 @@ from hybridtensor.subclasses.op_table import Args, Kwargs
 def set_stack_recipe(
     module: nn.Module, parameter: str, config: HybridConfig, state: LayerState
 ) -> None:
-    """Make a module of experts apply a recipe to any tensor that is at the name of a parameter."""
+    """Make a module of experts apply a recipe to a parameter, and to any tensor in its place."""
     if STACKS not in module.__dict__:
         module.forward = StackForward(module, module.__dict__.get("forward")).bound
     recipe = LayerRecipe(config, state)
@@ -88,7 +88,7 @@ def _table(layer: nn.Module, name: str) -> dict[str, Any]:
 
 
 # a graph cannot make a weight's record
-@outside_graphs("a plain tensor stands at the weight of converted experts")
+@outside_graphs("a weight of converted experts is a plain tensor")
 def _with_recipes(forward: StackForward, layer: nn.Module, args: Args, kwargs: Kwargs) -> object:
     """Run a module's forward while tensors of another class are at its weights."""
     require_plain_autograd()

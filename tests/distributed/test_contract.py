@@ -24,6 +24,7 @@ from hybridtensor.distributed import checkpoint
 from hybridtensor.ranks import PATIENCE
 
 SECONDS = 15.0
+SHORT = datetime.timedelta(seconds=2)
 
 
 def make(recipe="fp8_delayed", **options):
@@ -288,6 +289,8 @@ def ahead_of_the_device(rank):
             ranks.patience()
             assert event.query.call_count > 2
             with mock.patch.object(ranks, "_who_left", side_effect=RuntimeError):
+                ranks.patience()
+            with mock.patch.object(ranks, "_who_left", return_value=[]), mock.patch.object(ranks, "TIMEOUT", SHORT):
                 ranks.patience()
             torch.cuda.is_current_stream_capturing.return_value = True
             event.query.reset_mock()

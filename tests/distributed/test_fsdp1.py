@@ -19,22 +19,27 @@ def model(recipe):
     return ht.quantize_(nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64)), recipe)
 
 
-def trains_bitwise(rank, recipe):
-    """A layer applies its recipe to the views of the flat parameter that stand at its weight."""
-    net = model(recipe)
-    sharded = FullyShardedDataParallel(
-        model(recipe), device_id=torch.device(here(), rank if here() == "cuda" else None)
-    )
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, sharded)]
-    for step in range(3):
-        x = torch.randn(32, 64, generator=torch.Generator(here()).manual_seed(step))
-        outputs = [m(x) for m in (net, sharded)]
+def shard(net, rank):
+    return FullyShardedDataParallel(net, device_id=torch.device(here(), rank if here() == "cuda" else None))
+
+
+def train_alike(nets, batch, steps):
+    """Train two models, and compare their outputs bitwise."""
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in nets]
+    for step in range(steps):
+        inputs = batch(torch.Generator(here()).manual_seed(step))
+        outputs = [m(*inputs) for m in nets]
         assert torch.equal(*outputs), step
-        for m, out, optimizer in zip((net, sharded), outputs, optimizers, strict=True):
+        for m, out, optimizer in zip(nets, outputs, optimizers, strict=True):
             optimizer.zero_grad()
             out.square().mean().backward()
             optimizer.step()
             ht.step_(m)
+
+
+def trains_bitwise(rank, recipe):
+    """A layer applies its recipe to the views of the flat parameter that stand at its weight."""
+    train_alike((model(recipe), shard(model(recipe), rank)), lambda g: (torch.randn(32, 64, generator=g),), steps=3)
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "fp8_delayed"])
@@ -43,21 +48,11 @@ def test_flat_parameters(two, recipe):
 
 
 def experts_train(rank, recipe):
-    """Nor do experts become plain."""
+    """So do experts."""
     torch.manual_seed(0)
-    ends, device = offsets((32, 60, 96, 160), here()), torch.device(here(), rank if here() == "cuda" else None)
-    net = ht.quantize_(Experts(), recipe)
-    sharded = FullyShardedDataParallel(copy.deepcopy(net), device_id=device)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, sharded)]
-    for step in range(2):
-        x = torch.randn(160, 64, generator=torch.Generator(here()).manual_seed(step))
-        outputs = [m(x, ends) for m in (net, sharded)]
-        assert torch.equal(*outputs), step
-        for m, out, optimizer in zip((net, sharded), outputs, optimizers, strict=True):
-            optimizer.zero_grad()
-            out.square().mean().backward()
-            optimizer.step()
-            ht.step_(m)
+    ends, net = offsets((32, 60, 96, 160), here()), ht.quantize_(Experts(), recipe)
+    sharded = shard(copy.deepcopy(net), rank)
+    train_alike((net, sharded), lambda g: (torch.randn(160, 64, generator=g), ends), steps=2)
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed"])

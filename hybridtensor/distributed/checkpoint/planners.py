@@ -170,9 +170,11 @@ class HybridLoadPlanner(DefaultLoadPlanner):
             for rest, pair in followers(weight).items()
         }
         addresses = {part.data_ptr() for _, part in parts}
-        marked = {name: _is_marked(weight, addresses) for name, weight in persistent}
-        self._marked = [(f"{name}.", weight) for name, weight in persistent if marked[name]]
-        self._with_masters = [weight for name, weight in persistent if not marked[name]]
+        without = {name: _has_no_master(weight, addresses) for name, weight in persistent}
+        self._without_masters = [
+            (f"{name}.", weight) for name, weight in persistent if without[name]
+        ]
+        self._with_masters = [weight for name, weight in persistent if not without[name]]
 
     def create_local_plan(self) -> LoadPlan:
         if self.metadata is None:
@@ -222,12 +224,12 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         pair = self._followers.get(read_item.dest_index.fqn)
         if pair is not None:
             pair[1].copy_(pair[0])
-        for prefix, weight in self._marked:
+        for prefix, weight in self._without_masters:
             if read_item.dest_index.fqn.startswith(prefix):  # what was loaded last makes it whole
                 weight.high_precision.mark_copied(weight.dequantize, weight.taken)
 
 
-def _is_marked(weight: HybridTensor, addresses: set[int]) -> bool:
+def _has_no_master(weight: HybridTensor, addresses: set[int]) -> bool:
     """Return whether loaded bytes become the weight's master: not if a master is, or was, loaded at the same
     address."""
     current = weight.high_precision.current

@@ -56,9 +56,11 @@ def _digest(tensor: Tensor) -> str:
 
 
 def ranks_in_words(ranks: list[int]) -> str:
+    """List ranks for an error: ``rank 1``, or ``ranks 0, 2``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def some(texts: list[str]) -> str:
+    """Join the first differences for an error, and count the others."""
     more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return "; ".join(texts[:_SHOWN]) + more
