@@ -44,13 +44,26 @@ class MLP(nn.Module):
         super().__init__()
         self.gate, self.up = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, dim, bias=False)
+        self.layers = [self.gate, self.up]
 
     def forward(self, x: Tensor, how: str) -> list[Tensor]:
         """Return the output."""
-        gate, up = self.gate(x), self.up(x)
+        outputs = [layer(x) for layer in self.layers]
         if how == "modules":
+            gate, up = outputs[0].chunk(2, dim=-1) if len(outputs) == 1 else outputs
             return [self.down(F.silu(gate) * up)]
-        return [self.down(ht.swiglu(gate, up, into=self.down if how == "into" else ()))]
+        into, of = (self.down, self.layers) if how == "into" else ((), ())
+        return [self.down(ht.swiglu(*outputs, into=into, of=of))]
+
+
+class PackedMLP(MLP):
+    """The same with one layer that computes gate and up."""
+
+    def __init__(self, dim: int, keys: int, hidden: int) -> None:
+        super().__init__(dim, keys, hidden)
+        del self.up
+        self.gate = nn.Linear(dim, 2 * hidden, bias=False)
+        self.layers = [self.gate]
 
 
 def step(model: nn.Module, x: Tensor, grads: list[Tensor], how: str) -> None:
@@ -86,7 +99,7 @@ def measure(kind: Callable[..., nn.Module], recipe: str, device: str, repeats: i
 if __name__ == "__main__":
     options = arguments(__doc__.splitlines()[0])
     rows = []
-    for kind in (Projections, MLP):
+    for kind in (Projections, MLP, PackedMLP):
         for recipe in ("bf16", *RECIPES):
             rows.append(measure(kind, recipe, options.device, options.repeats))
             print(rows[-1], flush=True)

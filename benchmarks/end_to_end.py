@@ -5,6 +5,7 @@ TransformerEngine where it is installed.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -21,16 +22,19 @@ BATCH = {"cuda": (2, 4096), "cpu": (1, 64)}
 SIZES = {"cuda": Size(), "cpu": Size(1, 128, 384, 4, 2, 512)}
 OURS = ["fp8", "fp8+keep_faces", "fp8_delayed", "fp8_rowwise", "fp8_block"]
 FUSED = ["bf16, fused", "fp8, fused", "fp8_delayed, fused"]
+PACKED = ["fp8", "fp8_delayed", "fp8_block", *te_peer.names()]
 RECIPES = {
     "eager": [*OURS, *FUSED, "torchao tensorwise", *te_peer.names()],
+    "fused": [*FUSED[1:], *(f"{recipe}, fused, packed" for recipe in PACKED)],
     "compiled": [*OURS, *FUSED[:2], "torchao tensorwise", "torchao rowwise"],
 }
+"""By mode; ``fused`` is eager, too, by norms and activations of the library, or of a peer."""
 
 
-def convert(model: Llama, recipe: str) -> bool:
+def convert(model: Llama, recipe: str, fused: bool) -> bool:
     """Convert the blocks; return whether the recipe keeps state that ``step_`` advances."""
     if recipe in te_peer.RECIPES:
-        te_peer.convert(model.blocks)
+        (te_peer.fuse if fused else te_peer.convert)(model.blocks)
     elif recipe.startswith("torchao"):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -49,18 +53,21 @@ def training(
     """Return one training step.
 
     Args:
-        recipe: See ``convert``; ``, fused`` behind it gives the blocks ``ht.rms_norm`` and ``ht.swiglu``.
-        mode: ``eager``, ``compiled`` (by block) or ``checkpointed`` (by block).
+        recipe: See ``convert``; ``, fused`` behind it gives the blocks ``ht.rms_norm`` and ``ht.swiglu``, or those of a
+            peer, and ``, packed`` layers that compute q, k and v together, and gate and up.
+        mode: One of ``RECIPES``, ``compiled`` being by block, or ``checkpointed`` (by block).
         device: Where.
         make_optimizer: Called with parameters and ``lr``.
     """
     torch.manual_seed(0)
+    recipe, *words = recipe.split(", ")
+    fused = "fused" in words
+    size = dataclasses.replace(SIZES[torch.device(device).type], packed="packed" in words)
     with torch.device(device):
-        model = Llama(SIZES[torch.device(device).type]).bfloat16()
-    recipe, _, fused = recipe.partition(", ")
-    stateful = convert(model, recipe)
+        model = Llama(size).bfloat16()
+    stateful = convert(model, recipe, fused)
     for block in model.blocks:
-        if fused:
+        if fused and recipe not in te_peer.RECIPES:
             block.fuse()
         if mode == "compiled":
             block.compile()
@@ -99,4 +106,6 @@ def measure(mode: str, device: str, repeats: int) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     options = arguments(__doc__.splitlines()[0])
     options.repeats = min(options.repeats, 12)
-    report("end_to_end", [r for mode in RECIPES for r in measure(mode, options.device, options.repeats)], options)
+    for name, modes in (("end_to_end", ("eager", "compiled")), ("end_to_end_fused", ("fused",))):
+        rows = [row for mode in modes for row in measure(mode, options.device, options.repeats)]
+        report(name, rows, options)

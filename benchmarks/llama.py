@@ -24,6 +24,12 @@ class Size:
     heads: int = 32
     kv_heads: int = 8
     vocab: int = 32768
+    packed: bool = False  # q, k and v of one layer, and gate and up
+
+
+def layers(module: nn.Module) -> list[nn.Linear]:
+    """Return the layers that read the input of attention or of an MLP, in the order of their outputs."""
+    return [getattr(module, name) for name in module.names]
 
 
 class Attention(nn.Module):
@@ -32,14 +38,17 @@ class Attention(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.head = size.dim // size.heads
-        self.q = nn.Linear(size.dim, size.heads * self.head, bias=False)
-        self.k = nn.Linear(size.dim, size.kv_heads * self.head, bias=False)
-        self.v = nn.Linear(size.dim, size.kv_heads * self.head, bias=False)
+        self.sizes = [heads * self.head for heads in (size.heads, size.kv_heads, size.kv_heads)]
+        self.names = ["qkv"] if size.packed else ["q", "k", "v"]
+        for name, features in zip(self.names, [sum(self.sizes)] if size.packed else self.sizes, strict=True):
+            setattr(self, name, nn.Linear(size.dim, features, bias=False))
         self.out = nn.Linear(size.dim, size.dim, bias=False)
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
         """Attend causally; ``x`` is ``[B, T, D]``, ``turn`` the positions' angles as cos and sin."""
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        outputs = [layer(x) for layer in layers(self)]
+        outputs = outputs[0].split(self.sizes, dim=-1) if len(outputs) == 1 else outputs
+        q, k, v = (y.unflatten(-1, (-1, self.head)).transpose(1, 2) for y in outputs)
         mixed = F.scaled_dot_product_attention(
             rotated(q, turn), rotated(k, turn), v, is_causal=True, enable_gqa=True
         ).transpose(1, 2)
@@ -53,13 +62,18 @@ class MLP(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(size.dim, size.hidden, bias=False) for _ in range(2))
+        self.names = ["gate_up_proj"] if size.packed else ["gate_proj", "up_proj"]
+        for name in self.names:
+            setattr(self, name, nn.Linear(size.dim, 2 * size.hidden // len(self.names), bias=False))
         self.down_proj = nn.Linear(size.hidden, size.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[B, T, D]``."""
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(ht.swiglu(gate, up, into=self.down_proj) if self.fused else F.silu(gate) * up)
+        outputs = [layer(x) for layer in layers(self)]
+        if self.fused:
+            return self.down_proj(ht.swiglu(*outputs, into=self.down_proj, of=layers(self)))
+        gate, up = outputs[0].chunk(2, dim=-1) if len(outputs) == 1 else outputs
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -74,15 +88,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
         """Return ``[B, T, D]``."""
-        attention, mlp = self.attention, self.mlp
-        x = x + attention(self._normed(x, self.norm1, (attention.q, attention.k, attention.v)), turn)
-        return x + mlp(self._normed(x, self.norm2, (mlp.gate_proj, mlp.up_proj)))
+        x = x + self.attention(self._normed(x, self.norm1, layers(self.attention)), turn)
+        return x + self.mlp(self._normed(x, self.norm2, layers(self.mlp)))
 
     def fuse(self) -> None:
         """Use norms and an activation that pass on what the layers behind them would quantize."""
         self.fused = self.mlp.fused = True
 
-    def _normed(self, x: Tensor, norm: nn.RMSNorm, readers: tuple[nn.Linear, ...]) -> Tensor:
+    def _normed(self, x: Tensor, norm: nn.RMSNorm, readers: list[nn.Linear]) -> Tensor:
         return ht.rms_norm(x, norm.weight, norm.eps, into=readers) if self.fused else norm(x)
 
 

@@ -67,6 +67,22 @@ class Layer(nn.Module):
             return self.inner(x)  # type: ignore[no-any-return]
 
 
+def fuse(model: nn.Module) -> None:
+    """Put its modules of a norm and what follows it into blocks of ``llama``, with its packed layers."""
+    import transformer_engine.pytorch as te
+
+    for block in model:
+        dim, given = block.norm1.weight.shape[0], {"bias": False, "normalization": "RMSNorm", "eps": 1e-5}
+        given |= {"params_dtype": block.norm1.weight.dtype, "device": block.norm1.weight.device}
+        attention = block.attention
+        attention.qkv = te.LayerNormLinear(dim, sum(attention.sizes), **given)
+        attention.names = ["qkv"]
+        attention.out = Layer(attention.out)
+        block.mlp = te.LayerNormMLP(dim, block.mlp.down_proj.in_features, activation="swiglu", **given)
+        block.mlp.names = []
+        block.norm1 = block.norm2 = nn.Identity()  # which its modules contain
+
+
 def layers(plain: nn.Linear) -> dict[str, nn.Module]:
     """Return a copy of a layer for each recipe, none where it is not installed."""
     return {name: Layer(plain, name) for name in names()}

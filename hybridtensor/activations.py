@@ -5,6 +5,7 @@ they return for the layers that read it.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from hybridtensor.arguments import require_float, require_number
 from hybridtensor.linear.function import with_shape
+from hybridtensor.linear.output_gradients import OutputGradient, swiglu_gradients
 from hybridtensor.linear.readers import Into, Readers, modules_of, readers_of
 from hybridtensor.ops import norm
 from hybridtensor.ops.autograd import Ctx, Function
@@ -19,14 +21,12 @@ from hybridtensor.ops.library import is_traced, left_whole
 from hybridtensor.ops.order import prefer_recompute
 from hybridtensor.ops.prologue import Gated, Normed
 from hybridtensor.ops.swiglu import swiglu as forward_op
-from hybridtensor.ops.swiglu import swiglu_backward as backward_op
-from hybridtensor.ops.swiglu import swiglu_measured as measured_op
 from hybridtensor.quantizers import tokens
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def swiglu(gate: Tensor, up: Tensor, *, into: Into = ()) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor | None = None, *, into: Into = (), of: Into = ()) -> Tensor:
     """Return ``silu(gate) * up``, the gated activation of most transformers.
 
     The bits are those of ``F.silu(gate) * up``, and so are the gradients'. Eager code runs one kernel in place of two,
@@ -34,25 +34,59 @@ def swiglu(gate: Tensor, up: Tensor, *, into: Into = ()) -> Tensor:
     keeps, in bf16. In graphs of ``torch.compile`` it is torch's operations, recomputed in backward, so that a plain
     layer behind it keeps nothing. For DTensors and in ``torch.func`` transforms it is torch's operations, too.
 
-    With ``into``, eager code casts while it computes::
+    With ``into`` and ``of``, eager code casts what it computes, in backward, too::
 
-        return self.down_proj(ht.swiglu(self.gate_proj(x), self.up_proj(x), into=self.down_proj))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        y = self.down_proj(ht.swiglu(gate, up, into=self.down_proj, of=(self.gate_proj, self.up_proj)))
+
+    Of the output of one layer that computes both, backward writes one gradient, where torch concatenates two::
+
+        y = self.down_proj(ht.swiglu(self.gate_up_proj(x), into=self.down_proj, of=self.gate_up_proj))
 
     Args:
-        gate: ``[..., N]``, bf16, fp16 or fp32; rows may be strided, as after ``chunk``.
+        gate: ``[..., N]``, bf16, fp16 or fp32; rows may be strided, as after ``chunk``. Without ``up``
+            ``[..., 2 * N]``: the gate, and behind it what is gated.
         up: Of the same shape, dtype and device.
         into: The layers that read what is returned; any other reader raises. Where that saves a pass, it then is a
             ``HybridTensor`` with the faces that they would make, to the same bits: with one scale per tensor, current
             or delayed, and with MXFP8 where the device multiplies it. Else it is the values: with other scales, and of
             layers that do not quantize alike, are sharded, not converted, wrapped or hooked, or run under autocast.
+        of: The layer that returned ``gate``, and the one that returned ``up``; nothing else may read these. Where that
+            saves a pass, their gradients are then the faces that these layers would make, to the same bits: with one
+            scale per tensor, current or delayed, and without bias. Else they are values.
 
     Raises:
-        TypeError: If one is not a dense tensor of these dtypes, or ``into`` no modules.
-        ValueError: If they differ in shape, dtype or device.
+        TypeError: If one is not a dense tensor of these dtypes, or ``into`` or ``of`` no modules.
+        ValueError: If they differ in shape, dtype or device, or ``of`` is not one layer per tensor.
     """
-    for name, x in (("gate", gate), ("up", up)):
+    given = (gate,) if up is None else (gate, up)
+    for name, x in zip(("gate", "up"), given, strict=False):
         require_float(f"swiglu: {name}", x)
-    if (
+    _require_halves(gate, up)
+    layers, makers = modules_of("swiglu", into), modules_of("swiglu", of, "of")
+    if makers and len(makers) != len(given):
+        raise ValueError(
+            f"swiglu: one layer of each of {len(given)} tensors is required as of, got {len(makers)}; name the layer "
+            "that returned gate, and the one that returned up"
+        )
+    plain = all(type(x) in _PLAIN for x in given)
+    if not plain or is_traced() or torch._C._are_functorch_transforms_active():
+        return _operations(*(gate.chunk(2, dim=-1) if up is None else given))
+    like = gate.detach().chunk(2, dim=-1)[0] if up is None and layers else gate
+    readers = readers_of(layers, like, given)
+    outputs = [OutputGradient.of(*pair) for pair in zip(makers, given, strict=False)]
+    y: Tensor = _SwiGLU.apply(gate, up, readers, outputs or [None] * len(given))
+    return y
+
+
+def _require_halves(gate: Tensor, up: Tensor | None) -> None:
+    """Raise ValueError unless the gate and what it gates are as ``swiglu`` takes them."""
+    if up is None:
+        if not gate.dim() or gate.shape[-1] % 2:
+            raise ValueError(
+                f"swiglu: a gate of shape [..., 2 * N] is required without up, got {list(gate.shape)}; pass up, too"
+            )
+    elif (
         gate.shape != up.shape
         or gate.dtype != up.dtype
         or gate.device != up.device
@@ -63,12 +97,6 @@ def swiglu(gate: Tensor, up: Tensor, *, into: Into = ()) -> Tensor:
             "swiglu: gate and up of one shape [..., N], dtype and device are required, got "
             + " and ".join(shown)
         )
-    layers, plain = modules_of("swiglu", into), type(gate) in _PLAIN and type(up) in _PLAIN
-    if not plain or is_traced() or torch._C._are_functorch_transforms_active():
-        return _operations(gate, up)
-    readers = readers_of(layers, gate, (gate, up))
-    y: Tensor = _SwiGLU.apply(gate, up, readers)
-    return y
 
 
 @left_whole
@@ -78,27 +106,43 @@ def _operations(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
+class _GateCtx(Ctx):
+    of: Sequence[OutputGradient | None]
+
+
 class _SwiGLU(Function):
     @staticmethod
-    def forward(ctx: Ctx, gate: Tensor, up: Tensor, readers: Readers | None) -> Tensor:
+    def forward(
+        ctx: _GateCtx,
+        gate: Tensor,
+        up: Tensor | None,
+        readers: Readers | None,
+        of: Sequence[OutputGradient | None],
+    ) -> Tensor:
         ctx.save_for_backward(gate, up)
+        ctx.of = of
+        gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
         if readers is None:
-            return forward_op(gate, up)
+            return forward_op(gate, up, False)[0]
         if readers.scale_by_amax:
-            return readers.cast(*measured_op(gate, up))
+            return readers.cast(*forward_op(gate, up, True))
         return readers.cast_computed(gate, Gated(tokens(up)))
 
     @staticmethod
-    def backward(ctx: Ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _GateCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
+        packed = up is None
+        gate, up = gate.chunk(2, dim=-1) if packed else (gate, up)
         if torch.is_grad_enabled():  # create_graph: by operations that have gradients themselves
             sigmoid = torch.sigmoid(gate)
             slope = sigmoid * (1 + gate * (1 - sigmoid))
-            found = [grad * up * slope, grad * F.silu(gate)]
+            found: Sequence[Tensor] = [grad * up * slope, grad * F.silu(gate)]
+            found = [torch.cat(list(found), dim=-1)] if packed else found
         else:
-            found = backward_op(grad, gate, up)
-        needed = ctx.needs_input_grad[:2]
-        return *(x if needs else None for x, needs in zip(found, needed, strict=True)), None
+            found = swiglu_gradients(grad, gate, up, ctx.of)
+        of_gate, of_up, *_ = *found, None
+        needs_gate, needs_up, *_ = ctx.needs_input_grad
+        return of_gate if needs_gate else None, of_up if needs_up else None, None, None
 
 
 def rms_norm(

@@ -89,7 +89,10 @@ def test_tables_of_parts_of_copy_speed(name, what):
     assert table(f"{name}_nvidia_h200") == [[name, *of] for name, of in speeds.items() if name != "copy"]
 
 
-@pytest.mark.parametrize("name", ["end_to_end_nvidia_h200", "end_to_end_nvidia_h100_80gb_hbm3"])
+@pytest.mark.parametrize(
+    "name",
+    ["end_to_end_nvidia_h200", "end_to_end_nvidia_h100_80gb_hbm3", "end_to_end_fused_nvidia_h100_80gb_hbm3"],
+)
 def test_end_to_end_table(name):
     rows = results(name)["rows"]
     assert table(name) == [[r["mode"], r["recipe"], f"{r['ms']:.1f}", f"{r['speedup']:.2f}x"] for r in rows]

@@ -90,6 +90,7 @@ class Block(nn.Module):
         self.norm = nn.RMSNorm(64)
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(64, 64) for _ in range(3))
         self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(64, 64) for _ in range(3))
+        self.gate_up_proj = nn.Linear(64, 128)
 
 
 class Losses(Blocks):

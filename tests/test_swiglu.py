@@ -66,13 +66,29 @@ def test_kernels_compute_what_torch_does(dtype, device):
     """Bit by bit on a GPU; Triton's interpreter has another exponential, at most one rounding away."""
     require_kernels(device)
     gate, up, grad = (random_tensor(9, 40, seed=i, device=device).clamp(-30, 30).to(dtype) for i in range(3))
-    made = [swiglu_cuda(gate, up), *swiglu_backward_cuda(grad, gate, up)]
+    made = [*swiglu_cuda(gate, up), *swiglu_backward_cuda(grad, gate, up)]
     expected = gradients(torchs, gate, up, grad)
     if device == "cuda":
         assert_same_bits(made, expected)
     step = torch.finfo(dtype).eps
     for got, want in zip(made, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=4 * step, atol=step / 64)
+
+
+@pytest.mark.parametrize("shape", [(9, 40), (2, 5, 1040)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_gradients_and_amaxes(dtype, shape, device):
+    """Oracle: the two gradients, and the largest of their magnitudes; NaN does not count."""
+    require_kernels(device)
+    grad, gate, up = (random_tensor(*shape, seed=i, device=device).to(dtype) for i in range(3))
+    up.view(-1)[3] = float("nan")
+    both = torch.cat([gate, up], dim=-1)
+    of_gate, of_up, *amaxes = swiglu_backward_cuda(grad, gate, up, False, True)
+    packed, amax = swiglu_backward_cuda(grad, *both.chunk(2, dim=-1), True, True)
+    assert_same_bits([packed], [torch.cat([of_gate, of_up], dim=-1)])
+    assert_same_bits(amaxes, [x.abs().nan_to_num(0).max().float().view(1) for x in (of_gate, of_up)])
+    assert torch.equal(amax, torch.maximum(*amaxes))
+    assert_same_bits(swiglu_backward_cuda(grad, gate, up), [of_gate, of_up])
 
 
 def test_only_the_inputs_are_saved():

@@ -39,7 +39,8 @@ def norm_kernel(x, stride, weight, out, factors, amax, K, EPS, B: tl.constexpr, 
             raise_to(amax, largest, largest >= 0)
 
 
-@triton.jit
+# Not specialized on M: batches of another length must not wait for a compiler.
+@triton.jit(do_not_specialize=["M"])
 def norm_backward_kernel(grad, grad_stride, x, stride, weight, factors, grad_x, partial, M, K, B: tl.constexpr):
     """Write the gradient of every ``num_programs``-th row, and the sum of what these give the weight.
 

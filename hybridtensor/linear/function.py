@@ -26,7 +26,7 @@ from hybridtensor.linear.operands import (
     Weight,
     is_transposed,
 )
-from hybridtensor.linear.products import Backward, output
+from hybridtensor.linear.products import Backward, output, plain_part
 from hybridtensor.linear.two_parts import requested_gradients
 from hybridtensor.linear.weight_operands import weight_operand
 from hybridtensor.ops import Groups
@@ -259,7 +259,7 @@ class _Linear(Function):
         if ctx.has_groups:
             products = products.with_ends(saved.pop())
         grad = grad_output if isinstance(grad_output, HybridTensor) else tokens(grad_output)
-        direct = runs_directly(grad)
+        direct = runs_directly(plain_part(grad))
         asked, traced = products.needs, not direct and is_traced()
         if not traced:
             asked = requested_gradients(ctx, asked, lambda: _layer_of(products.context.state))

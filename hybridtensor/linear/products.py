@@ -191,7 +191,7 @@ class Backward(NamedTuple):
             return None
         if isinstance(state.amax, ReturnedAmaxes) and isinstance(state.step_amax, Tensor):
             return (
-                commit(state.step_amax, list(graph_amaxes), _plain_part(grad))
+                commit(state.step_amax, list(graph_amaxes), plain_part(grad))
                 if graph_amaxes
                 else None
             )
@@ -200,7 +200,7 @@ class Backward(NamedTuple):
         return None
 
 
-def _plain_part(grad: Tensor) -> Tensor:
+def plain_part(grad: Tensor) -> Tensor:
     """Return a plain tensor of a gradient, which may be quantized."""
     while isinstance(grad, WrapperTensor):
         names, _ = grad.parts()

@@ -95,14 +95,15 @@ def readers_of(layers: list[nn.Module], x: Tensor, operands: Iterable[Tensor]) -
     return Readers(plan, context, read_by)
 
 
-def modules_of(who: str, into: Into) -> list[nn.Module]:
-    """Return one or several layers as a list; raise TypeError for anything else."""
-    if isinstance(into, nn.Module) and not isinstance(into, nn.ModuleList):
-        return [into]
-    layers = require_items(who, "linear layers as into", into, "pass the modules that read it")
+def modules_of(who: str, given: Into, name: str = "into") -> list[nn.Module]:
+    """Return one or several layers, which were given as ``name``, as a list; raise TypeError for anything else."""
+    if isinstance(given, nn.Module) and not isinstance(given, nn.ModuleList):
+        return [given]
+    what, advice = f"linear layers as {name}", "pass modules"
+    layers = require_items(who, what, given, advice)
     for layer in layers:
         if not isinstance(layer, nn.Module):
-            raise wrong(who, "linear layers as into", layer, "pass the modules that read it")
+            raise wrong(who, what, layer, advice)
     return layers
 
 

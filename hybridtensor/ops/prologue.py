@@ -17,6 +17,11 @@ _ALIGNMENT = 16  # bytes
 _FAR = 2**23  # between rows: beyond, offsets in a tile of 128 would take 64 bits
 
 
+def like_rows(x: Tensor, rows: int) -> Tensor:
+    """Return zeros that lie as ``rows`` rows of a matrix ``[M, K]`` with contiguous rows would."""
+    return x.new_zeros(rows, x.stride(0))[:, : x.shape[1]]
+
+
 class Gated(NamedTuple):
     """The matrix ``silu(x) * up``, ``[M, K]``, each operation rounded to the dtype of ``x``."""
 
@@ -24,6 +29,10 @@ class Gated(NamedTuple):
 
     def matrix(self, x: Tensor) -> Tensor:
         return F.silu(x) * self.up
+
+    def with_rows(self, rows: int) -> Gated:
+        """Return the same of another number of rows, whose values do not matter."""
+        return Gated(like_rows(self.up, rows))
 
     def is_readable(self) -> bool:
         """Return whether kernels can read the operands with the layout of ``x``."""
@@ -48,6 +57,10 @@ class Normed(NamedTuple):
 
     def matrix(self, x: Tensor) -> Tensor:
         return (self.weight.float() * (self.factor[:, None] * x.float())).to(x.dtype)
+
+    def with_rows(self, rows: int) -> Normed:
+        """Return the same of another number of rows, whose values do not matter."""
+        return Normed(self.factor.new_zeros(rows), self.weight)
 
     def is_readable(self) -> bool:
         """Return whether kernels can read the operands with the layout of ``x``."""

@@ -52,7 +52,8 @@ class HybridTensor(InterceptingTensor):
 
     ops = OpTable(
         "HybridTensor",
-        "call dequantize() first, or step it through hybridtensor.optim.MasterWeights",
+        "call dequantize() first, step a weight through hybridtensor.optim.MasterWeights, or leave out the into= or "
+        "of= that made it",
     )
     functions = OpTable("HybridTensor", "", of_functions=True)
     inner_names = ("rowwise", "columnwise")

@@ -4,10 +4,12 @@ import collections
 
 import pytest
 import torch
+from torch import nn
 
+import hybridtensor as ht
 from hybridtensor.formats import get_format
 from hybridtensor.ops import NO_INPUTS, Cast, CastInputs, CastRequest
-from hybridtensor.ops.cast import kernel, lengths
+from hybridtensor.ops.cast import kernel, lengths, swiglu_gradients
 from hybridtensor.ops.cast.lengths import lengths_to_compile
 from hybridtensor.testing import random_tensor
 
@@ -28,9 +30,13 @@ def test_lengths_are_due_once_another_number_divides_them(monkeypatch):
 @pytest.fixture
 def compiled(monkeypatch):
     """Return a function of how many kernels of casts were compiled in this test."""
-    from hybridtensor.kernels import measure, quantize
+    from hybridtensor.kernels import measure, norm, quantize, swiglu
 
-    kernels = [quantize.cast_kernel, quantize.recast_kernel, measure.measure_kernel, measure.measure_flat_kernel]
+    kernels = [
+        quantize.cast_kernel, quantize.recast_kernel, measure.measure_kernel, measure.measure_flat_kernel,
+        swiglu.swiglu_kernel, swiglu.swiglu_backward_kernel, swiglu.swiglu_backward_cast_kernel,
+        norm.norm_kernel, norm.norm_backward_kernel,
+    ]  # fmt: skip
     for one in kernels:
         monkeypatch.setattr(one, "device_caches", collections.defaultdict(one.create_binder))
     return lambda: sum(len(one.device_caches[torch.cuda.current_device()][0]) for one in kernels)
@@ -56,3 +62,27 @@ def test_no_kernel_is_compiled_late(name, delayed, monkeypatch, compiled):
     assert counts[0] == counts[1] < counts[2], "multiples of 64 have one kernel, until another length is seen"
     assert counts[2:] == counts[2:3] * (len(counts) - 2)
     assert not delayed or inputs.amax_record[0] == largest
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only kernels of a GPU are compiled")
+@pytest.mark.parametrize("packed", [False, True], ids=["two", "packed"])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8+pow2_scale", "fp8_delayed", "bf16"])
+def test_no_kernel_of_a_norm_or_an_activation_is_compiled_late(recipe, packed, monkeypatch, compiled):
+    """Also none of those that cast what they compute."""
+    for module, name in ((lengths, "_SEEN"), (kernel, "_CASTS"), (swiglu_gradients, "_LAUNCHES")):
+        monkeypatch.setattr(module, name, {})
+    sizes = [512] if packed else [256, 256]
+    layers = nn.ModuleList([*(nn.Linear(128, size, bias=False) for size in sizes), nn.Linear(256, 128, bias=False)])
+    ht.quantize_(layers.to("cuda", torch.bfloat16), recipe)
+    *first, last = layers
+    counts = []
+    for rows in (4096, 6144, 4097, 4128, 4160, 4112, 4100, 4224, 4608, 4106, 5999, 4352):
+        x = random_tensor(rows, 128, device="cuda", seed=rows).requires_grad_()
+        for _ in range(2):  # with a hint, the second cast runs other kernels
+            y = ht.rms_norm(x, into=first)
+            last(ht.swiglu(*(layer(y) for layer in first), into=last, of=first)).sum().backward()
+        ht.step_(layers)
+        counts.append(compiled())
+    assert counts[0] == counts[1], "multiples of 64 have one kernel, until another length is seen"
+    assert counts[2:] == counts[2:3] * (len(counts) - 2)

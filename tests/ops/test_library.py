@@ -217,19 +217,24 @@ SAMPLES = {
         ),
     },
     "swiglu": {
-        "rows": lambda device: (matrix(device), matrix(device)),
-        "strided": lambda device: tuple(matrix(device).chunk(2, dim=1)),
+        "rows": lambda device: (matrix(device), matrix(device), False),
+        "strided": lambda device: (*matrix(device).chunk(2, dim=1), False),
+        "measured": lambda device: (matrix(device), matrix(device), True),
     },
     "rms_norm": {
         "measured": lambda device: (matrix(device), matrix(device)[0], 1e-5, True),
         "rows": lambda device: (matrix(device), matrix(device)[0], 1e-5, False),
     },
     "rms_norm_factors": {"rows": lambda device: (matrix(device), 1e-5)},
-    "swiglu_measured": {"rows": lambda device: (matrix(device), matrix(device))},
     "rms_norm_backward": {
         "rows": lambda device: (matrix(device), matrix(device), matrix(device)[0], torch.ones(32, device=device)),
     },
-    "swiglu_backward": {"rows": lambda device: (matrix(device), matrix(device), matrix(device))},
+    "swiglu_backward": {
+        "two": lambda device: (matrix(device), matrix(device), matrix(device), False, False),
+        "two, measured": lambda device: (matrix(device), matrix(device), matrix(device), False, True),
+        "packed": lambda device: (matrix(device), *matrix(device).repeat(1, 2).chunk(2, dim=1), True, False),
+        "packed, measured": lambda device: (matrix(device), matrix(device), matrix(device), True, True),
+    },
     "commit": {
         "a record": lambda device: (record(device).address, [torch.ones(3, device=device)] * 2, matrix(device)),
         "nowhere": lambda device: (nowhere(torch.device(device)), [torch.ones(3, device=device)], matrix(device)),

@@ -37,7 +37,7 @@ def _kernels(device):
 def gated(device, rows=80, columns=192, dtype=torch.bfloat16, apart=0):
     """Return what is read, the prologue, and the matrix."""
     x, up = (random_tensor(rows, columns + apart, seed=i, device=device).to(dtype)[:, :columns] for i in range(2))
-    return x, Gated(up), swiglu_cuda(x, up)
+    return x, Gated(up), swiglu_cuda(x, up)[0]
 
 
 def normed(device, rows=80, columns=192, dtype=torch.bfloat16, apart=0):
@@ -109,7 +109,7 @@ def test_nan_and_inf(kind, device):
         x, prologue, _ = MADE[kind](device, 32, 128)
         x[3, 5], x[17, 64] = float("nan"), float("inf")
         if kind == "gated":
-            matrix = swiglu_cuda(x, prologue.up)
+            matrix = swiglu_cuda(x, prologue.up)[0]
         else:
             matrix, factor = norm_cuda(x, prologue.weight, 1e-5, False)
             prologue = prologue._replace(factor=factor)

@@ -40,7 +40,7 @@ from hybridtensor.ops.face import Face
 from hybridtensor.ops.kernel_library import is_current, on_device
 from hybridtensor.ops.library import is_captured
 from hybridtensor.ops.prologue import NONE as NO_PROLOGUE
-from hybridtensor.ops.prologue import Prologue
+from hybridtensor.ops.prologue import Prologue, like_rows
 
 _logger = logging.getLogger("hybridtensor")
 
@@ -106,15 +106,17 @@ def cast_on_gpu(x: Tensor, request: CastRequest, inputs: CastInputs) -> Prepared
 def _compile_for_other_lengths(x: Tensor, key: _Key, inputs: CastInputs) -> None:
     """Compile kernels for matrices with other numbers of rows, once these vary: later steps wait for no compiler."""
     rows, columns = x.shape
-    if not x.is_cuda or not x.is_contiguous() or key.prologue is not None or is_captured():
+    if not x.is_cuda or x.stride(1) != 1 or x.stride(0) < columns or is_captured():
         return
     if inputs.hint is not None:
         # Of its own: the caller's hint is of an amax that was measured.
         inputs = inputs._replace(hint=Hint())
     # Amaxes of rows have the length in their shape: such kinds have one length each
     for other in lengths_to_compile(key._replace(shape=key.shape[1:]), rows):
-        shape = torch.Size((other, columns))
-        cast, zeros = KernelCast(key._replace(shape=shape)), x.new_zeros(shape)
+        cast = KernelCast(key._replace(shape=torch.Size((other, columns))))
+        zeros, prologue = like_rows(x, other), inputs.prologue
+        if prologue is not None:
+            inputs = inputs._replace(prologue=prologue.with_rows(other))
         # With a hint, the second cast runs other kernels
         for _ in range(1 if inputs.hint is None else 2):
             cast.tensors(zeros, inputs)  # recorded amaxes stay what they are

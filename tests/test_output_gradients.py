@@ -1,0 +1,285 @@
+"""Gradients that an activation quantizes for the layers whose outputs it reads.
+
+Oracle: the same activation returning values as gradients, which the layers then quantize themselves; and torch's own.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hybridtensor as ht
+from hybridtensor.linear.products import Backward
+from hybridtensor.testing import random_tensor
+
+SPECS = {
+    **dict.fromkeys(("fp8", "fp8_delayed", "fp8+stochastic"), True),
+    # The others gain nothing: they measure rows, are bound by arithmetic, or have values as gradients
+    **dict.fromkeys(("fp8+pow2_scale", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"), False),
+    **dict.fromkeys(("bf16", "fp8_high_precision_backward"), False),
+}
+"""Recipes, and whether gradients are handed over as faces."""
+SPECS.pop("fp8+stochastic")
+
+
+class MLP(nn.Module):
+    """A gated MLP, of two layers or a packed one, by torch's operations, or by ours, which are ``told`` the layers."""
+
+    def __init__(self, packed=False, how="told", hidden=128, bias=False):
+        super().__init__()
+        sizes = {"gate_up": 2 * hidden} if packed else {"gate": hidden, "up": hidden}
+        self.layers = nn.ModuleDict({name: nn.Linear(64, size, bias=bias) for name, size in sizes.items()})
+        self.down = nn.Linear(hidden, 64, bias=False)
+        self.how = how
+
+    def forward(self, x):
+        outputs = [layer(x) for layer in self.layers.values()]
+        if self.how == "torch":
+            gate, up = outputs[0].chunk(2, dim=-1) if len(outputs) == 1 else outputs
+            return self.down(F.silu(gate) * up)
+        of = tuple(self.layers.values()) if self.how == "told" else ()
+        return self.down(ht.swiglu(*outputs, into=self.down, of=of))
+
+
+def models(spec, device, *hows, **options):
+    """Return converted models of the same weights."""
+    torch.manual_seed(0)
+    first = MLP(**options).to(device, torch.bfloat16)
+    made = []
+    for how in hows:
+        model = copy.deepcopy(first)
+        model.how = how
+        made.append(ht.quantize_(model, spec))
+    return made
+
+
+@pytest.fixture
+def handed(monkeypatch):
+    """The kinds of gradients that layers of several features got, in the order of backward."""
+    kinds = []
+    gradients = Backward.gradients
+
+    def seen(self, grad, *args, **kwargs):
+        kinds.append(isinstance(grad, ht.HybridTensor))
+        return gradients(self, grad, *args, **kwargs)
+
+    monkeypatch.setattr(Backward, "gradients", seen)
+    return kinds
+
+
+def step(model, x):
+    """Train a step, and return the loss, all gradients, and the layers' states."""
+    x = x.detach().requires_grad_()
+    y = model(x)
+    y.backward(random_tensor(*y.shape, seed=9, device=y.device))
+    found = [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+    model.zero_grad()
+    ht.step_(model)
+    return [*found, *(buffer.clone() for buffer in model.buffers())]
+
+
+def assert_same(one, other):
+    assert len(one) == len(other)
+    for got, want in zip(one, other, strict=True):
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["two", "packed"])
+@pytest.mark.parametrize("shape", [(48, 64), (2, 12, 64), (2, 3, 7, 64)], ids=str)
+@pytest.mark.parametrize("spec", SPECS)
+def test_bits_are_those_of_layers_that_quantize_themselves(spec, shape, packed, device, handed):
+    told, values, torchs = models(spec, device, "told", "values", "torch", packed=packed)
+    for seed in range(3):  # delayed scales go on
+        x = random_tensor(*shape, seed=seed, device=device)
+        del handed[:]
+        made = step(told, x)
+        assert handed[1:] == [SPECS[spec]] * len(told.layers)
+        for other in (values, torchs):
+            assert_same(made, step(other, x))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["two", "packed"])
+@pytest.mark.parametrize("hidden", [16, 48, 80])
+def test_features_that_fill_no_tile(hidden, packed, device):
+    for spec in ("fp8", "fp8_delayed"):
+        told, values = models(spec, device, "told", "values", packed=packed, hidden=hidden)
+        for seed in range(2):
+            x = random_tensor(33, 64, seed=seed, device=device)
+            assert_same(step(told, x), step(values, x))
+
+
+@pytest.mark.parametrize("spec", ["fp8", "fp8_delayed"])
+@pytest.mark.parametrize("frozen", ["input", "a weight", "weights"])
+def test_faces_that_nobody_multiplies_are_not_made(spec, frozen, device, handed):
+    told, values = models(spec, device, "told", "values")
+    x = random_tensor(32, 64, device=device)
+    found = []
+    for model in (told, values):
+        layers = list(model.layers.values())
+        for layer in layers[: {"input": 0, "a weight": 1, "weights": 2}[frozen]]:
+            layer.weight.requires_grad_(False)
+        leaf = x.clone().requires_grad_(frozen != "input")
+        for _ in range(2):
+            model(leaf).sum().backward()
+            ht.step_(model)
+        found.append([leaf.grad, *(p.grad for p in model.parameters())])
+    for got, want in zip(*found, strict=True):
+        assert (got is None) == (want is None)
+        assert got is None or torch.equal(got, want)
+    assert handed[1:3] == [True, True]
+
+
+def with_bias(model):
+    for layer in model.layers.values():
+        layer.bias = nn.Parameter(torch.ones(128, dtype=layer.weight.dtype, device=layer.weight.device))
+
+
+def hooked(model):
+    for layer in model.layers.values():
+        layer.register_forward_hook(lambda module, args, out: out.register_hook(lambda grad: grad * 2) and None)
+
+
+def hooked_backward(model):
+    for layer in model.layers.values():
+        layer.register_full_backward_hook(lambda module, grads, outs: (grads[0] * 2,))
+
+
+def retained(model):
+    for layer in model.layers.values():
+        layer.register_forward_hook(lambda module, args, out: out.retain_grad())
+
+
+def scaled(model):
+    for layer in model.layers.values():
+        layer.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def plain(model):
+    ht.plain_(model.layers)
+
+
+def in_other_order(model):
+    gate, up = model.layers.values()
+    forward = model.forward
+
+    def told_wrongly(x):
+        return model.down(ht.swiglu(gate(x), up(x), into=model.down, of=(up, gate) if model.how == "told" else ()))
+
+    assert forward is not told_wrongly
+    model.forward = told_wrongly
+
+
+CHANGES = [with_bias, hooked, hooked_backward, retained, scaled, plain, in_other_order]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("spec", ["fp8", "fp8_delayed"])
+def test_values_go_where_they_are_wanted(spec, change, device, handed):
+    told, values = models(spec, device, "told", "values")
+    for model in (told, values):
+        change(model)
+    for seed in range(2):
+        x = random_tensor(32, 64, seed=seed, device=device)
+        assert_same(step(told, x), step(values, x))
+    assert not any(handed)
+
+
+def test_who_watches_wants_values(device, handed):
+    (told,) = models("fp8", device, "told")
+    report = ht.check(told, random_tensor(32, 64, device=device), show=False)
+    assert report
+    assert not any(handed)
+
+
+def test_anomaly_mode_looks_at_values(device):
+    told, values = models("fp8", device, "told", "values")
+    x = random_tensor(32, 64, device=device)
+    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
+        made = step(told, x)
+    assert_same(made, step(values, x))
+
+
+@pytest.mark.parametrize("shape", [(64,), (0, 64), (2, 0, 64)], ids=str)
+def test_a_vector_and_nothing(shape, device):
+    for spec in ("fp8", "fp8_delayed"):
+        told, values = models(spec, device, "told", "values")
+        x = random_tensor(*shape, device=device)
+        assert_same(step(told, x), step(values, x))
+
+
+@pytest.mark.parametrize("when", ["outside", "inside"])
+def test_autocast(when, device):
+    told, values = models("fp8", device, "told", "values")
+    x = random_tensor(32, 64, device=device).float()
+    with torch.autocast(device, torch.bfloat16):
+        found = [model(x.clone().requires_grad_()) for model in (told, values)]
+        if when == "inside":
+            [y.sum().backward() for y in found]
+    if when == "outside":
+        [y.sum().backward() for y in found]
+    assert_same([p.grad for p in told.parameters()], [p.grad for p in values.parameters()])
+
+
+@pytest.mark.parametrize("spec", ["fp8", "fp8_delayed"])
+@pytest.mark.parametrize("packed", [False, True], ids=["two", "packed"])
+def test_with_checkpoints(packed, spec, device, handed):
+    told, values = models(spec, device, "told", "values", packed=packed)
+    for seed in range(2):
+        x = random_tensor(32, 64, seed=seed, device=device)
+        expected = step(values, x)
+        del handed[:]
+        checkpointed = copy.copy(told)
+        checkpointed.forward = lambda x: checkpoint(told, x, use_reentrant=False)
+        assert_same(step(checkpointed, x), expected)
+        assert handed[1:] == [True] * len(told.layers)
+
+
+def test_another_reader_of_the_outputs_raises(device):
+    """Autograd would add its gradient to faces."""
+    told, _ = models("fp8", device, "told", "values")
+    gate, up = (layer(random_tensor(32, 64, device=device)) for layer in told.layers.values())
+    y = ht.swiglu(gate, up, of=tuple(told.layers.values()))
+    with pytest.raises(NotImplementedError, match="add"):
+        (y.sum() + gate.sum()).backward()
+
+
+def test_gradients_of_gradients(device):
+    gate_up = random_tensor(4, 16, device=device).float().requires_grad_()
+
+    def second(function):
+        (first,) = torch.autograd.grad(function(gate_up).sum(), gate_up, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), gate_up)
+
+    def torchs(x):
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    for got, expected in zip(second(ht.swiglu), second(torchs), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("packed", [False, True], ids=["two", "packed"])
+def test_in_graphs_values_go_on(packed, device):
+    told, torchs = models("fp8", device, "told", "torch", packed=packed)
+    x = random_tensor(32, 64, device=device)
+    found = [step(torch.compile(model, backend="aot_eager", fullgraph=True), x) for model in (told, torchs)]
+    assert_same(*found)
+    torch._dynamo.reset()
+
+
+def test_what_is_told_is_checked():
+    gate, up = random_tensor(4, 8), random_tensor(4, 8, seed=1)
+    layer = nn.Linear(8, 8)
+    for given, of in (((gate, up), layer), ((gate,), (layer, layer)), ((gate, up), (layer,) * 3)):
+        with pytest.raises(ValueError, match="one layer of each of"):
+            ht.swiglu(*given, of=of)
+    with pytest.raises(TypeError, match="linear layers as of"):
+        ht.swiglu(gate, up, of=(layer, 3))
+    for odd in (random_tensor(4, 7), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"\[\.\.\., 2 \* N\] is required without up"):
+            ht.swiglu(odd)
