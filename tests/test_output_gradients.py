@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
+from hybridtensor.linear.output_gradients import OutputGradient
 from hybridtensor.linear.products import Backward
+from hybridtensor.subclasses.observing import observers
 from hybridtensor.testing import random_tensor
 
 SPECS = {
@@ -193,6 +195,46 @@ def test_who_watches_wants_values(device, handed):
     report = ht.check(told, random_tensor(32, 64, device=device), show=False)
     assert report
     assert not any(handed)
+
+
+class Observer:
+    """Notes the kinds of output gradients."""
+
+    def __init__(self):
+        self.kinds = []
+
+    def observe_operand(self, layer, role, values, call):
+        if role == "grad_output":
+            self.kinds.append(type(values))
+
+    def observe_product(self, layer, gemm, left, right, dtype):
+        """Ignore it."""
+
+
+def test_who_watches_backward_alone_wants_values(device):
+    (told,) = models("fp8", device, "told")
+    y, watching = told(random_tensor(32, 64, device=device)), Observer()
+    observers.append(watching)
+    try:
+        y.sum().backward()
+    finally:
+        observers.remove(watching)
+    assert watching.kinds == [torch.Tensor] * 3
+
+
+def test_amaxes_are_measured_once(device, monkeypatch):
+    (told,) = models("fp8", device, "told")
+    cast, given = OutputGradient.cast, []
+
+    def seen(self, grad, amax):
+        given.append((grad.abs().max().float(), self.inputs(grad, amax)))
+        return cast(self, grad, amax)
+
+    monkeypatch.setattr(OutputGradient, "cast", seen)
+    told(random_tensor(32, 64, device=device).requires_grad_()).sum().backward()
+    assert len(given) == 2
+    for amax, inputs in given:
+        assert inputs.row_amax == inputs.column_amax == amax
 
 
 def test_anomaly_mode_looks_at_values(device):

@@ -43,7 +43,7 @@ class OutputGradient(NamedTuple):
         if y._backward_hooks or y.retains_grad or backward.needs.bias:
             return None
         context, dtype = backward.context, y.dtype
-        if context.groups is not None or observers or not 1 < y.dim() <= 4 or not y.numel():
+        if context.groups is not None or observers or not y.numel():
             return None
         values = values_of_products(context, dtype, row=True, column=True)
         context = context.of_gradient(None, values, direct=True)
