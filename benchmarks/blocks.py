@@ -53,7 +53,7 @@ class MLP(nn.Module):
             gate, up = outputs[0].chunk(2, dim=-1) if len(outputs) == 1 else outputs
             return [self.down(F.silu(gate) * up)]
         into, of = (self.down, self.layers) if how == "into" else ((), ())
-        return [self.down(ht.swiglu(*outputs, into=into, of=of))]
+        return [self.down(ht.swiglu(*outputs, into=into, outputs_of=of))]
 
 
 class PackedMLP(MLP):

@@ -71,7 +71,7 @@ class MLP(nn.Module):
         """Return ``[B, T, D]``."""
         outputs = [layer(x) for layer in layers(self)]
         if self.fused:
-            return self.down_proj(ht.swiglu(*outputs, into=self.down_proj, of=layers(self)))
+            return self.down_proj(ht.swiglu(*outputs, into=self.down_proj, outputs_of=layers(self)))
         gate, up = outputs[0].chunk(2, dim=-1) if len(outputs) == 1 else outputs
         return self.down_proj(F.silu(gate) * up)
 

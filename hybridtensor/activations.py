@@ -13,20 +13,23 @@ from torch import Tensor
 
 from hybridtensor.arguments import require_float, require_number
 from hybridtensor.linear.function import with_shape
-from hybridtensor.linear.output_gradients import OutputGradient, swiglu_gradients
+from hybridtensor.linear.output_gradients import Output, output_of, swiglu_gradients
 from hybridtensor.linear.readers import Into, Readers, modules_of, readers_of
 from hybridtensor.ops import norm
 from hybridtensor.ops.autograd import Ctx, Function
-from hybridtensor.ops.library import is_traced, left_whole
+from hybridtensor.ops.library import is_batched, is_traced, left_whole
 from hybridtensor.ops.order import prefer_recompute
 from hybridtensor.ops.prologue import Gated, Normed
+from hybridtensor.ops.swiglu import gradients_by_torch
 from hybridtensor.ops.swiglu import swiglu as forward_op
 from hybridtensor.quantizers import tokens
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def swiglu(gate: Tensor, up: Tensor | None = None, *, into: Into = (), of: Into = ()) -> Tensor:
+def swiglu(
+    gate: Tensor, up: Tensor | None = None, *, into: Into = (), outputs_of: Into = ()
+) -> Tensor:
     """Return ``silu(gate) * up``, the gated activation of most transformers.
 
     The bits are those of ``F.silu(gate) * up``, and so are the gradients'. Eager code runs one kernel in place of two,
@@ -34,14 +37,14 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, into: Into = (), of: Into 
     keeps, in bf16. In graphs of ``torch.compile`` it is torch's operations, recomputed in backward, so that a plain
     layer behind it keeps nothing. For DTensors and in ``torch.func`` transforms it is torch's operations, too.
 
-    With ``into`` and ``of``, eager code casts what it computes, in backward, too::
+    With ``into`` and ``outputs_of``, eager code casts what it computes, in backward, too::
 
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        y = self.down_proj(ht.swiglu(gate, up, into=self.down_proj, of=(self.gate_proj, self.up_proj)))
+        layers = self.gate_proj, self.up_proj
+        y = self.down_proj(ht.swiglu(*(layer(x) for layer in layers), into=self.down_proj, outputs_of=layers))
 
     Of the output of one layer that computes both, backward writes one gradient, where torch concatenates two::
 
-        y = self.down_proj(ht.swiglu(self.gate_up_proj(x), into=self.down_proj, of=self.gate_up_proj))
+        y = self.down_proj(ht.swiglu(self.gate_up_proj(x), into=self.down_proj, outputs_of=self.gate_up_proj))
 
     Args:
         gate: ``[..., N]``, bf16, fp16 or fp32; rows may be strided, as after ``chunk``. Without ``up``
@@ -51,31 +54,34 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, into: Into = (), of: Into 
             ``HybridTensor`` with the faces that they would make, to the same bits: with one scale per tensor, current
             or delayed, and with MXFP8 where the device multiplies it. Else it is the values: with other scales, and of
             layers that do not quantize alike, are sharded, not converted, wrapped or hooked, or run under autocast.
-        of: The layer that returned ``gate``, and the one that returned ``up``; nothing else may read these. Where that
-            saves a pass, their gradients are then the faces that these layers would make, to the same bits: with one
-            scale per tensor, current or delayed, and without bias. Else they are values.
+        outputs_of: The layer that returned ``gate``, and the one that returned ``up``; nothing else may read these or
+            their gradients. With one scale per tensor, current or delayed, and without bias, backward then hands each
+            layer its gradient as a ``HybridTensor`` with the faces that it would make, to the same bits; adding another
+            gradient to it raises. Else, and if something hooked or retained it, the gradient is a plain tensor.
 
     Raises:
-        TypeError: If one is not a dense tensor of these dtypes, or ``into`` or ``of`` no modules.
-        ValueError: If they differ in shape, dtype or device, or ``of`` is not one layer per tensor.
+        TypeError: If one is not a dense tensor of these dtypes, or ``into`` or ``outputs_of`` no modules.
+        ValueError: If they differ in shape, dtype or device, or ``outputs_of`` is not one layer per tensor.
     """
     given = (gate,) if up is None else (gate, up)
     for name, x in zip(("gate", "up"), given, strict=False):
         require_float(f"swiglu: {name}", x)
     _require_halves(gate, up)
-    layers, makers = modules_of("swiglu", into), modules_of("swiglu", of, "of")
+    layers, makers = modules_of("swiglu", into), modules_of("swiglu", outputs_of, "outputs_of")
     if makers and len(makers) != len(given):
         raise ValueError(
-            f"swiglu: one layer of each of {len(given)} tensors is required as of, got {len(makers)}; name the layer "
-            "that returned gate, and the one that returned up"
+            f"swiglu: one layer of each of {len(given)} tensors is required as outputs_of, got {len(makers)}; name "
+            "the layer that returned gate, and the one that returned up"
         )
     plain = all(type(x) in _PLAIN for x in given)
     if not plain or is_traced() or torch._C._are_functorch_transforms_active():
         return _operations(*(gate.chunk(2, dim=-1) if up is None else given))
     like = gate.detach().chunk(2, dim=-1)[0] if up is None and layers else gate
     readers = readers_of(layers, like, given)
-    outputs = [OutputGradient.of(*pair) for pair in zip(makers, given, strict=False)]
-    y: Tensor = _SwiGLU.apply(gate, up, readers, outputs or [None] * len(given))
+    outputs: list[Output] = [None] * len(given)
+    if makers and gate is not up:
+        outputs = [output_of(layer, x) for layer, x in zip(makers, given, strict=True)]
+    y: Tensor = _SwiGLU.apply(gate, up, readers, outputs)
     return y
 
 
@@ -107,7 +113,7 @@ def _operations(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _GateCtx(Ctx):
-    of: Sequence[OutputGradient | None]
+    outputs: Sequence[Output]
 
 
 class _SwiGLU(Function):
@@ -117,10 +123,10 @@ class _SwiGLU(Function):
         gate: Tensor,
         up: Tensor | None,
         readers: Readers | None,
-        of: Sequence[OutputGradient | None],
+        outputs: Sequence[Output],
     ) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.of = of
+        ctx.outputs = outputs
         gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
         if readers is None:
             return forward_op(gate, up, False)[0]
@@ -138,8 +144,11 @@ class _SwiGLU(Function):
             slope = sigmoid * (1 + gate * (1 - sigmoid))
             found: Sequence[Tensor] = [grad * up * slope, grad * F.silu(gate)]
             found = [torch.cat(list(found), dim=-1)] if packed else found
+        elif is_batched(grad):  # of which our operators know nothing
+            found = gradients_by_torch(grad, gate, up, packed)
         else:
-            found = swiglu_gradients(grad, gate, up, ctx.of)
+            nodes = [node for node, _ in ctx.next_functions[: len(ctx.outputs)]]
+            found = swiglu_gradients(grad, gate, up, nodes, ctx.outputs)
         of_gate, of_up, *_ = *found, None
         needs_gate, needs_up, *_ = ctx.needs_input_grad
         return of_gate if needs_gate else None, of_up if needs_up else None, None, None
@@ -228,7 +237,8 @@ class _RMSNorm(Function):
     def backward(ctx: _NormCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, factor = ctx.saved_tensors
         matrix = tokens(x)
-        if torch.is_grad_enabled():  # create_graph: by operations that have gradients themselves
+        # create_graph, or several gradients at once: by operations that have gradients, and rules for that
+        if torch.is_grad_enabled() or is_batched(grad):
             of_x, of_weight = norm.backward(
                 tokens(grad), matrix, weight, norm.factors(matrix, ctx.eps)
             )

@@ -648,6 +648,29 @@ def test_double_backward_is_refused(reduce, spec):
         torch.autograd.grad(reduce(converted(x)), x, create_graph=True)
 
 
+@pytest.mark.parametrize("spec", ["fp8", "fp8_rowwise", "fp8_delayed", "nvfp4", "fp8_high_precision_backward"])
+def test_gradients_of_several_outputs_at_once_are_refused(spec, device):
+    layer = ht.quantize_(nn.Linear(64, 32).to(device, torch.bfloat16), spec)
+    x = random_tensor(32, 64, device=device).requires_grad_()
+    y = layer(x)
+    with pytest.raises(
+        NotImplementedError, match=r"gradients of a layer at once, .* torch.autograd.grad once for each"
+    ):
+        torch.autograd.grad(y, x, torch.stack([y.detach()] * 3), is_grads_batched=True)
+
+
+def test_gradients_of_several_outputs_at_once_in_high_precision(device):
+    """Oracle: one after the other."""
+    layer = ht.quantize_(nn.Linear(64, 32).to(device, torch.bfloat16), "bf16")
+    x = random_tensor(32, 64, device=device).requires_grad_()
+    y, grads = layer(x), random_tensor(3, 32, 32, seed=2, device=device)
+    leaves = [x, layer.weight, layer.bias]
+    made = torch.autograd.grad(y, leaves, grads, is_grads_batched=True, retain_graph=True)
+    for i, grad in enumerate(grads):
+        for got, want in zip(made, torch.autograd.grad(y, leaves, grad, retain_graph=True), strict=True):
+            torch.testing.assert_close(got[i], want)
+
+
 def test_products_of_vectors_and_hessians_are_refused():
     converted, _ = layer("fp8", dtype=torch.float32)
     x = random_tensor(6, 32, dtype=torch.float32)

@@ -142,6 +142,16 @@ def test_with_checkpoints(spec, device):
     assert_same([y.detach(), x.grad, *(p.grad for p in fused.parameters())], expected)
 
 
+def test_a_reentrant_checkpoint_that_ends_in_it_says_so(device):
+    layer = ht.quantize_(nn.Linear(128, 64, bias=False).to(device, torch.bfloat16), "fp8")
+    x = random_tensor(32, 128, device=device).requires_grad_()
+    y = checkpoint(lambda x: ht.rms_norm(x, into=layer), x, use_reentrant=True)
+    with pytest.raises(
+        ValueError, match=r"has no columnwise face.*compute it with gradients enabled, or leave into= out"
+    ):
+        layer(y).sum().backward()
+
+
 def test_without_gradients(device):
     plain, fused = pair("fp8", device)
     x = random_tensor(64, 128, device=device)

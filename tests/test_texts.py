@@ -230,8 +230,8 @@ def test_errors_of_weights():
             ),
             """\
 NotImplementedError: HybridTensor: aten.geometric_.default is not an operation of this class; call
-  dequantize() first, step a weight through hybridtensor.optim.MasterWeights, or leave out the into= or of=
-  that made it
+  dequantize() first, step a weight through hybridtensor.optim.MasterWeights, or leave out the into= or
+  outputs_of= that made it
 NotImplementedError: HybridTensor: aten.abs.default would compute with the values of a weight that is
   persistent, of which there are quantized faces only; multiply it by F.linear, read dequantize(), or leave
   the layer out of quantize_ (keep_bf16)

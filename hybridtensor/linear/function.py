@@ -32,7 +32,7 @@ from hybridtensor.linear.weight_operands import weight_operand
 from hybridtensor.ops import Groups
 from hybridtensor.ops.amaxes import ReturnedAmaxes
 from hybridtensor.ops.autograd import Ctx, Function
-from hybridtensor.ops.library import is_traced, runs_directly
+from hybridtensor.ops.library import is_batched, is_traced, runs_directly
 from hybridtensor.ops.order import in_backward, node_of
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
@@ -168,7 +168,7 @@ def _require_no_gradient(weight: Weight) -> None:
         return
     if is_transposed(weight) != weight.is_transposed and 1 not in weight.shape:
         raise NotImplementedError(
-            f"linear: the backward of an autograd function multiplies by the weight of {_layer_of(weight.state)} "
+            f"linear: the backward of an autograd function multiplies by the weight of {layer_of(weight.state)} "
             "itself, where its gradient would not be quantized; call F.linear, whose three products are"
         )
 
@@ -252,6 +252,8 @@ class _Linear(Function):
     def backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             _require_one_derivative(ctx, grad_output)
+        if is_batched(grad_output):
+            _require_high_precision(ctx.products)
         saved, products = list(ctx.saved_tensors), ctx.products
         for tensor, node in zip(saved, ctx.nodes, strict=False):
             _require_node(tensor, node)
@@ -262,7 +264,7 @@ class _Linear(Function):
         direct = runs_directly(plain_part(grad))
         asked, traced = products.needs, not direct and is_traced()
         if not traced:
-            asked = requested_gradients(ctx, asked, lambda: _layer_of(products.context.state))
+            asked = requested_gradients(ctx, asked, lambda: layer_of(products.context.state))
         stays = in_backward() if traced else _NOTHING  # FSDP2 gathers faces after a graph's forward
         with torch._C.DisableTorchFunctionSubclass(), stays:  # attributes would pass through
             gradients = products.gradients(grad, saved, graph_amaxes, asked, direct)
@@ -282,12 +284,25 @@ def _require_one_derivative(ctx: _Ctx, grad_output: Tensor) -> None:
     of_input, of_weight, *_ = ctx.needs_input_grad
     if grad_output.requires_grad or (of_input and of_weight):
         raise NotImplementedError(
-            f"linear: create_graph=True differentiates gradients of {_layer_of(ctx.products.context.state)} again, "
+            f"linear: create_graph=True differentiates gradients of {layer_of(ctx.products.context.state)} again, "
             "whose quantized products have no second derivative; call plain_ on a copy of the model"
         )
 
 
-def _layer_of(state: LayerState | StateTensors | None) -> str:
+def _require_high_precision(products: Backward) -> None:
+    """Raise NotImplementedError unless a layer multiplies high precision, of which torch computes several gradients at
+    once."""
+    config = products.config
+    quantizers = config.input, config.weight, config.grad_output
+    formats = [fmt for q in quantizers for fmt in (q.rowwise_format, q.columnwise_format)]
+    if not all(fmt.is_identity for fmt in formats):
+        raise NotImplementedError(
+            f"linear: is_grads_batched=True or vmap computes several gradients of {layer_of(products.context.state)} "
+            "at once, for which quantized products have no rule; call torch.autograd.grad once for each"
+        )
+
+
+def layer_of(state: LayerState | StateTensors | None) -> str:
     """Return the name of the layer that a state belongs to, for errors."""
     name = getattr(state, "name", "")
     return f"layer {name}" if name else "a layer"
@@ -375,7 +390,7 @@ def _check_layout(weight: Weight, state: LayerState | StateTensors) -> None:
             ("[in, out]", "x @ weight") if state.transposed else ("[out, in]", "F.linear")
         )
         raise ValueError(
-            f"linear: the weight of {_layer_of(state)} is stored {stored}, which {product} multiplies, and "
+            f"linear: the weight of {layer_of(state)} is stored {stored}, which {product} multiplies, and "
             "was used in the other layout; have the module's is_transposed say how it is stored, or leave it "
             "out of quantize_ (keep_bf16)"
         )

@@ -2,109 +2,127 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hybridtensor import ops
+from hybridtensor.linear.function import layer_of
 from hybridtensor.linear.operands import WEIGHTS
 from hybridtensor.linear.products import Backward
-from hybridtensor.ops import CastInputs, Faces
-from hybridtensor.ops.cast.swiglu_gradients import cast_swiglu_gradients, reads_swiglu_once
+from hybridtensor.linear.readers import quantized_tensor
+from hybridtensor.linear.two_parts import requested_gradients, will_run
+from hybridtensor.ops import CastInputs
+from hybridtensor.ops.cast.swiglu_gradients import cast_swiglu_gradients, scales_are_known
 from hybridtensor.ops.library import runs_directly
 from hybridtensor.ops.swiglu import swiglu_backward
 from hybridtensor.quantizers import CastPlan, cast_plan, tokens
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
-from hybridtensor.subclasses.faces import face_tensor
 from hybridtensor.subclasses.observing import observers, values_of_products
+from hybridtensor.subclasses.record import ReadBy
+
+Output = weakref.ref[Tensor] | None
+"""What a layer returned, if the gradient may be quantized for it."""
+
+
+def output_of(layer: nn.Module, y: Tensor) -> Output:
+    """Return a reference to ``y``, or None if no call of ``layer`` returned it, or it needs the gradient's values."""
+    backward: object = getattr(y.grad_fn, "products", None)
+    if not isinstance(backward, Backward) or backward.layer is None or not y.numel():
+        return None
+    weight = layer._parameters.get("weight")
+    if not isinstance(weight, WEIGHTS) or weight.record.layer is not backward.layer:
+        return None
+    # The gradient of a bias is a sum of values.
+    needs_values = backward.needs.bias or backward.context.groups is not None
+    return None if needs_values or _has_hooks(y) else weakref.ref(y)
+
+
+def _has_hooks(y: Tensor) -> bool:
+    """Return whether hooks of a tensor, or its ``grad``, get its gradient."""
+    # ``_backward_hooks`` is private: public methods add hooks, none lists them.
+    return bool(y._backward_hooks) or y.retains_grad
 
 
 class OutputGradient(NamedTuple):
-    """How a call of a layer quantizes the gradient of its output."""
+    """How the call of a layer quantizes the gradient of its output."""
 
     plan: CastPlan
     context: Context
 
     @classmethod
-    def of(cls, layer: nn.Module, y: Tensor) -> OutputGradient | None:
-        """Return how a layer quantizes the gradient of ``y``; None if ``y`` is not as the layer returned it, somebody
-        else reads its gradient, or quantizing where it is computed saves no pass."""
-        weight = layer._parameters.get("weight")
-        backward: object = getattr(y.grad_fn, "products", None)
-        if not isinstance(weight, WEIGHTS) or not isinstance(backward, Backward):
+    def of(cls, node: Any, output: Output, grad: Tensor) -> OutputGradient | None:
+        """Return how the call that ``node`` is of quantizes a gradient like ``grad``.
+
+        None if it needs the values, is not reached by the backward that runs, or would gain nothing.
+        """
+        y = None if output is None else output()
+        if output is None or (y is not None and _has_hooks(y)) or not will_run(node):
             return None
-        if weight.record.layer is None or backward.layer is not weight.record.layer:
-            return None
-        # The gradient's hooks, and the sum that is a bias's gradient, read values. ``_backward_hooks`` is private:
-        # public methods add hooks, none lists them.
-        if y._backward_hooks or y.retains_grad or backward.needs.bias:
-            return None
-        context, dtype = backward.context, y.dtype
-        if context.groups is not None or observers or not y.numel():
+        products: Backward = node.products
+        context, dtype = products.context, grad.dtype
+        asked = requested_gradients(node, products.needs, lambda: layer_of(context.state))
+        if not (asked.input or asked.weight):
             return None
         values = values_of_products(context, dtype, row=True, column=True)
         context = context.of_gradient(None, values, direct=True)
-        of_input, of_weight, _ = backward.needs
-        plan = cast_plan(backward.config.grad_output, of_input, of_weight, dtype, context, y.device)
-        if plan is None or not plan.gains_by_fusing(y.device):
+        quantizer = products.config.grad_output
+        plan = cast_plan(quantizer, asked.input, asked.weight, dtype, context, grad.device)
+        if plan is None or not plan.gains_by_fusing(grad.device):
             return None
-        if not (plan.scales_by_amax or reads_swiglu_once(plan.request)):
-            return None
-        return cls(plan, context)
+        known = plan.scales_by_amax or scales_are_known(plan.request)
+        return cls(plan, context) if known else None
 
     def inputs(self, grad: Tensor, amax: Tensor | None) -> CastInputs:
-        """Return what the cast of the gradient needs, given the ``amax`` that it is scaled by, if any."""
-        row, column = (cast and amax for cast in self.plan.request[:2])
-        return self.plan.inputs(grad, self.context, (row, column))
+        """Return what the cast of a gradient ``[M, N]`` needs, given its ``amax``, if it is scaled by that."""
+        return self.plan.inputs(grad, self.context, (amax, amax))
 
     def cast(self, grad: Tensor, amax: Tensor | None) -> HybridTensor:
-        """Quantize the gradient ``[..., N]``, scaled by its ``amax`` if it is scaled by one."""
+        """Quantize the gradient ``[..., N]``, given its ``amax``, if it is scaled by that."""
         matrix = tokens(grad)
         inputs = self.inputs(matrix, amax)
         cast = ops.prepare(matrix, self.plan.request, inputs, direct=True)
-        return _as_tensor(cast.run(matrix, inputs), grad.shape, grad.dtype)
+        return quantized_tensor(cast.run(matrix, inputs), grad.shape, grad.dtype, _NOBODY)
+
+
+_NOBODY = ReadBy((), None)
+"""Readers of a gradient besides the layer's backward, which need none."""
 
 
 def swiglu_gradients(
-    grad: Tensor, gate: Tensor, up: Tensor, of: Sequence[OutputGradient | None]
+    grad: Tensor, gate: Tensor, up: Tensor, nodes: Sequence[Any], outputs: Sequence[Output]
 ) -> Sequence[Tensor]:
-    """Return the gradients of ``gate`` and ``up``, or one of both together if ``of`` is one, quantized as it says.
+    """Return the gradients of ``gate`` and ``up``, or one of both together if there is one output; quantized for the
+    layers that returned these.
 
     Args:
         grad: Gradient of ``silu(gate) * up``, ``[..., N]`` as both.
-        gate, up: What the layers returned; see ``ops.swiglu``.
-        of: How each gradient is quantized; None stays values.
+        gate, up: See ``ops.swiglu``.
+        nodes: What computed each output, in autograd's graph.
+        outputs: See ``output_of``.
     """
     # Anomaly mode looks for NaN in values.
     if observers or not runs_directly(grad) or torch.is_anomaly_enabled():
-        of = [None] * len(of)
-    packed, known = len(of) == 1, [one for one in of if one is not None]
-    if grad.is_cuda and len(known) == len(of) and _is_one_cast(known):
+        outputs = [None] * len(outputs)
+    found = [OutputGradient.of(node, y, grad) for node, y in zip(nodes, outputs, strict=True)]
+    known = [one for one in found if one is not None]
+    packed = len(outputs) == 1
+    if grad.is_cuda and len(known) == len(found) and scales_are_known(known[0].plan.request):
         matrices = tokens(grad), tokens(gate), tokens(up)
         inputs = [one.inputs(matrices[0], None) for one in known]
-        faces = cast_swiglu_gradients(*matrices, known[0].plan.request, inputs)
+        faces = cast_swiglu_gradients(*matrices, [one.plan.request for one in known], inputs)
         if faces is not None:
             *rows, columns = grad.shape
             shape = torch.Size((*rows, 2 * columns if packed else columns))
-            return [_as_tensor(made, shape, grad.dtype) for made in faces]
+            return [quantized_tensor(made, shape, grad.dtype, _NOBODY) for made in faces]
     measure = any(one.plan.scales_by_amax for one in known)
-    found = swiglu_backward(grad, gate, up, packed, measure)
-    amaxes = found[len(of) :] if measure else [None] * len(of)
+    computed = swiglu_backward(grad, gate, up, packed, measure)
+    amaxes = computed[len(found) :] if measure else [None] * len(found)
     return [
         x if one is None else one.cast(x, amax if one.plan.scales_by_amax else None)
-        for x, amax, one in zip(found[: len(of)], amaxes, of, strict=True)
+        for x, amax, one in zip(computed[: len(found)], amaxes, found, strict=True)
     ]
-
-
-def _is_one_cast(known: list[OutputGradient]) -> bool:
-    """Return whether one kernel can compute and cast all gradients."""
-    request = known[0].plan.request
-    return reads_swiglu_once(request) and all(one.plan.request == request for one in known)
-
-
-def _as_tensor(faces: Faces, shape: torch.Size, dtype: torch.dtype) -> HybridTensor:
-    row, column = faces
-    return HybridTensor(face_tensor(row, -1, shape, dtype), face_tensor(column, 0, shape, dtype))

@@ -14,7 +14,7 @@ from hybridtensor import ops
 from hybridtensor.arguments import require_items, wrong
 from hybridtensor.linear.layer_forward import runs_linear
 from hybridtensor.linear.operands import WEIGHTS, Weight
-from hybridtensor.ops import CastInputs
+from hybridtensor.ops import CastInputs, Faces
 from hybridtensor.ops.library import autocasts, runs_directly
 from hybridtensor.ops.prologue import Prologue
 from hybridtensor.quantizers import CastPlan, cast_plan, tokens
@@ -42,24 +42,28 @@ class Readers(NamedTuple):
 
     def cast(self, y: Tensor, amax: Tensor) -> HybridTensor:
         """Quantize a tensor ``[..., K]`` whose amax is known."""
-        row, column = (cast and amax for cast in self.plan.request[:2])
-        return self._cast(y, self._inputs(y)._replace(row_amax=row, column_amax=column))
+        return self._cast(y, self.plan.inputs(tokens(y), self.context, (amax, amax)))
 
     def cast_computed(self, x: Tensor, prologue: Prologue) -> HybridTensor:
         """Quantize the tensor that ``prologue`` computes from ``x`` ``[..., K]``, of matrices ``[M, K]``."""
-        return self._cast(x, self._inputs(x)._replace(prologue=prologue))
-
-    def _inputs(self, x: Tensor) -> CastInputs:
-        return self.plan.inputs(tokens(x), self.context)
+        inputs = self.plan.inputs(tokens(x), self.context)
+        return self._cast(x, inputs._replace(prologue=prologue))
 
     def _cast(self, x: Tensor, inputs: CastInputs) -> HybridTensor:
-        row, column = ops.quantize(tokens(x), self.plan.request, inputs)
-        made = HybridTensor(
-            face_tensor(row, -1, x.shape, x.dtype), face_tensor(column, 0, x.shape, x.dtype)
-        )
-        made.record.readers = self.read_by
+        faces = ops.quantize(tokens(x), self.plan.request, inputs)
+        made = quantized_tensor(faces, x.shape, x.dtype, self.read_by)
         made.record.amaxes = None if self.context.state is None else self.context.state.amax
         return made
+
+
+def quantized_tensor(
+    faces: Faces, shape: torch.Size, dtype: torch.dtype, read_by: ReadBy
+) -> HybridTensor:
+    """Return faces of a matrix as a tensor ``[..., K]`` that nobody else may read."""
+    row, column = faces
+    made = HybridTensor(face_tensor(row, -1, shape, dtype), face_tensor(column, 0, shape, dtype))
+    made.record.readers = read_by
+    return made
 
 
 def readers_of(layers: list[nn.Module], x: Tensor, operands: Iterable[Tensor]) -> Readers | None:

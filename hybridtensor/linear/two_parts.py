@@ -15,7 +15,7 @@ from hybridtensor.linear.operands import Needs
 from hybridtensor.ops.autograd import Ctx, Function
 
 # Private in torch, and what its hooks of several gradients ask
-_will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
+will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
 _PIPELINING = "torch.distributed.pipelining._backward"
 
 
@@ -27,7 +27,7 @@ def requested_gradients(ctx: Ctx, needs: Needs, layer: Callable[[], str]) -> Nee
     for index, (node, _) in enumerate(ctx.next_functions[:3]):  # of input, weight, and bias if any
         if asked[index] and node is not None:
             try:  # noqa: SIM105  (a context costs more, in every backward)
-                asked[index] = _will_run(node)
+                asked[index] = will_run(node)
             except RuntimeError:
                 # In torch.autograd.grad it answers only for leaves that are left out
                 pass

@@ -106,7 +106,15 @@ def runs_directly(x: torch.Tensor) -> bool:
     )
 
 
+def is_batched(x: torch.Tensor) -> bool:
+    """Return whether the current code runs once for several tensors: in ``torch.func`` transforms, or for
+    ``is_grads_batched``."""
+    return _transforms() or _is_of_vmap(x)
+
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Private; ``torch.autograd.grad`` has a ``vmap`` of its own, which is no transform of ``torch.func``
+_is_of_vmap: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 _is_dynamo = torch.compiler.is_dynamo_compiling
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active

@@ -23,12 +23,17 @@ def _reference(gate: Tensor, up: Tensor, measure: bool) -> list[Tensor]:
     return [*found, *(_amax(x) for x in found if measure)]
 
 
+def gradients_by_torch(grad: Tensor, gate: Tensor, up: Tensor, packed: bool) -> list[Tensor]:
+    """Return the gradients of ``gate`` and ``up``, ``packed`` in one or not, by operations of torch."""
+    of_gate = torch.ops.aten.silu_backward(grad * up, gate)
+    found = [of_gate.contiguous(), (grad * F.silu(gate)).contiguous()]
+    return [torch.cat(found, dim=-1)] if packed else found
+
+
 def _backward_reference(
     grad: Tensor, gate: Tensor, up: Tensor, packed: bool, measure: bool
 ) -> list[Tensor]:
-    of_gate = torch.ops.aten.silu_backward(grad * up, gate)
-    found = [of_gate.contiguous(), (grad * F.silu(gate)).contiguous()]
-    found = [torch.cat(found, dim=-1)] if packed else found
+    found = gradients_by_torch(grad, gate, up, packed)
     return [*found, *(_amax(x) for x in found if measure)]
 
 

@@ -53,7 +53,7 @@ class HybridTensor(InterceptingTensor):
     ops = OpTable(
         "HybridTensor",
         "call dequantize() first, step a weight through hybridtensor.optim.MasterWeights, or leave out the into= or "
-        "of= that made it",
+        "outputs_of= that made it",
     )
     functions = OpTable("HybridTensor", "", of_functions=True)
     inner_names = ("rowwise", "columnwise")
@@ -165,9 +165,11 @@ class HybridTensor(InterceptingTensor):
             if face is None:  # it had no memory when this view was taken
                 face = self.taken(of_all)
         if face is None:
+            advice = f"quantize with {direction}=True"
+            if self.record.readers is not None:  # as in a reentrant checkpoint that ends here
+                advice = "compute it with gradients enabled, or leave into= out"
             raise ValueError(
-                f"{gemm}: {name} has no {direction} face, a HybridTensor of shape {tuple(self.shape)}; "
-                f"quantize with {direction}=True"
+                f"{gemm}: {name} has no {direction} face, a HybridTensor of shape {tuple(self.shape)}; {advice}"
             )
         found: FaceTensor = face
         return found

@@ -222,7 +222,7 @@ ROWS = {
         model=lambda: nn.Linear(32, 32), recipe="fp8", filter_fn=None, keep_bf16=(), persistent=False, name=None,
         transposed=(), common_scale=(), keep_faces="auto",
     ),
-    "swiglu": row(ht.swiglu, {"up": "None", "into": "module"}, gate=HALF, up=HALF, into=(), of=()),
+    "swiglu": row(ht.swiglu, {"up": "None", "into": "module"}, gate=HALF, up=HALF, into=(), outputs_of=()),
     "rms_norm": row(
         ht.rms_norm, {"weight": "None", "eps": "None integer fraction", "into": "module"},
         x=HALF, weight=torch.ones(32), eps=1e-5, into=(),

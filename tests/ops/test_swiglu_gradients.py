@@ -11,7 +11,7 @@ from kernels import require_kernels
 from hybridtensor.formats import get_format
 from hybridtensor.ops import Cast, CastInputs, CastRequest
 from hybridtensor.ops.cast.kernel import cast_on_gpu
-from hybridtensor.ops.cast.swiglu_gradients import cast_swiglu_gradients, reads_swiglu_once
+from hybridtensor.ops.cast.swiglu_gradients import cast_swiglu_gradients, scales_are_known
 from hybridtensor.ops.swiglu import swiglu_backward_cuda
 from hybridtensor.testing import random_tensor
 
@@ -66,11 +66,11 @@ REQUESTS = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_faces_are_those_of_stored_gradients(asked, packed, rows, dtype, device):
     asked = REQUESTS[asked]
-    assert reads_swiglu_once(asked)
+    assert scales_are_known(asked)
     matrices = operands(device, rows, 128 if packed else 144, dtype, packed)
     given = [inputs(device) for _ in range(1 if packed else 2)]
     expected = [inputs(device) for _ in given]
-    made = cast_swiglu_gradients(*matrices, asked, given)
+    made = cast_swiglu_gradients(*matrices, [asked] * len(given), given)
     stored = swiglu_backward_cuda(*matrices, packed)
     for got, of_got, x, of_x in zip(made, given, stored, expected, strict=True):
         assert_same_bits(tensors(got), tensors(cast_on_gpu(x, asked, of_x).run(x, of_x)))
@@ -80,8 +80,8 @@ def test_faces_are_those_of_stored_gradients(asked, packed, rows, dtype, device)
 
 def test_amaxes_are_recorded_only_where_they_are_wanted(device):
     matrices, asked = operands(device, 32, 64), REQUESTS["both"]
-    (row, _), _ = cast_swiglu_gradients(*matrices, asked, [inputs(device, record=False)] * 2)
-    (expected, _), _ = cast_swiglu_gradients(*matrices, asked, [inputs(device), inputs(device)])
+    (row, _), _ = cast_swiglu_gradients(*matrices, [asked] * 2, [inputs(device, record=False)] * 2)
+    (expected, _), _ = cast_swiglu_gradients(*matrices, [asked] * 2, [inputs(device), inputs(device)])
     assert_same_bits(row.tensors(), expected.tensors())
 
 
@@ -91,7 +91,7 @@ def test_strides_are_those_of_each_matrix(device):
     views = apart[:, :64], apart[:, 128:], apart[:, 64:128]
     for packed in (1, 2):
         one, other = (
-            cast_swiglu_gradients(*given, REQUESTS["both"], [inputs(device) for _ in range(packed)])
+            cast_swiglu_gradients(*given, [REQUESTS["both"]] * packed, [inputs(device) for _ in range(packed)])
             for given in ((grad, gate, up), views)
         )
         for made, expected in zip(one, other, strict=True):
@@ -110,11 +110,24 @@ def test_what_kernels_cannot_read_is_left(why, device):
         matrices, given = list(operands(device, 32, 96)), [inputs(device)]
     elif why == "nothing":
         matrices = [x[:0] for x in matrices]
-    assert cast_swiglu_gradients(*matrices, REQUESTS["both"], given) is None
+    assert cast_swiglu_gradients(*matrices, [REQUESTS["both"]] * len(given), given) is None
+
+
+@pytest.mark.parametrize("unlike", [0, 1])
+def test_gradients_that_are_cast_otherwise_are_left(unlike, device):
+    """One of which amaxes are recorded and one of which none are; other formats, other scales."""
+    matrices, alike = operands(device, 32, 64), [REQUESTS["both"]] * 2
+    given = [inputs(device), inputs(device)]
+    given[unlike] = inputs(device, record=False)
+    assert cast_swiglu_gradients(*matrices, alike, given) is None
+    for other in ("two formats", "rowwise"):
+        requests = list(alike)
+        requests[unlike] = REQUESTS[other]
+        assert cast_swiglu_gradients(*matrices, requests, [inputs(device), inputs(device)]) is None
 
 
 def test_other_casts_gain_nothing():
     current, blocks = (Cast(get_format(name)) for name in ("fp8_e4m3_tensor", "fp8_e4m3_1x128"))
     drawn = Cast(get_format("fp8_e5m2_tensor"), slot=0, stream=3)
     for cast in (current, blocks, drawn):
-        assert not reads_swiglu_once(CastRequest(cast, cast))
+        assert not scales_are_known(CastRequest(cast, cast))

@@ -26,34 +26,46 @@ _TILE = Tile(32, 64, 16, 8, 4, None)
 _ALIGNMENT = 16  # bytes and elements: kernels are compiled for such addresses and strides
 
 
-def reads_swiglu_once(request: CastRequest) -> bool:
-    """Return whether a cast gains by computing the gradients itself: if scales are known before.
+def scales_are_known(request: CastRequest) -> bool:
+    """Return whether all scales are delayed ones, so that one kernel can compute and cast the gradients.
 
-    Blocks of 1x128 are bound by arithmetic: 0.77 ms, in turn 0.74 (H100).
+    With blocks of 1x128 it could, too, but is bound by arithmetic: 0.77 ms, in turn 0.74 (H100).
     """
     casts = [cast for cast in request[:2] if cast is not None]
     return request.source is None and all(cast.slot >= 0 and cast.stream < 0 for cast in casts)
 
 
 def cast_swiglu_gradients(
-    grad: Tensor, gate: Tensor, up: Tensor, request: CastRequest, inputs: list[CastInputs]
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    requests: list[CastRequest],
+    inputs: list[CastInputs],
 ) -> list[Faces] | None:
-    """Return the faces of the gradients of ``gate`` and ``up``, or None if kernels cannot read these.
+    """Return the faces of the gradients of ``gate`` and ``up``; None if kernels cannot read these, or would differ.
 
     Args:
         grad: Gradient of ``silu(gate) * up``; all are ``[M, N]``, of one dtype, on a GPU.
         gate, up: See ``ops.swiglu``.
-        request: One for which ``reads_swiglu_once``.
-        inputs: Of each gradient; one of both together is that of a matrix ``[M, 2 * N]``, gate first.
+        requests: Of each gradient, such that ``scales_are_known``; one of both together is that of a matrix
+            ``[M, 2 * N]``, gate first.
+        inputs: Of each gradient.
     """
     matrices, packed = (grad, gate, up), len(inputs) == 1
     readable = all(
         x.stride(1) == 1 and x.stride(0) % _ALIGNMENT == 0 and x.data_ptr() % _ALIGNMENT == 0
         for x in matrices
     )
+    # One kernel casts both, so that both are cast alike, and record amaxes or not.
+    casts = {
+        (request, None if (r := i.record) is None else r.dtype)
+        for request, i in zip(requests, inputs, strict=True)
+    }
     # A tile of one gradient must not reach into the other.
-    if not readable or not grad.numel() or (packed and grad.shape[1] % _TILE.columns):
+    halved = packed and grad.shape[1] % _TILE.columns
+    if not readable or not grad.numel() or len(casts) > 1 or halved:
         return None
+    ((request, record_dtype),) = casts
     kind = _Kind(
         request,
         grad.shape,
@@ -61,7 +73,7 @@ def cast_swiglu_gradients(
         grad.dtype,
         grad.device,
         packed,
-        None if (record := inputs[0].record) is None else record.dtype,
+        record_dtype,
     )
     with on_device(grad.device):
         launch = _LAUNCHES.get(kind)

@@ -77,7 +77,7 @@ def require_reader(
     if weight is None or all(weight.record is not one for one in readers.weights):
         raise ValueError(
             f"{who}: {tensor!r} was quantized for other layers than the one that reads it; name it in into=, "
-            "or leave into= out, and each quantizes for itself"
+            "or leave into= or outputs_of= out, and each quantizes for itself"
         )
     if weight.recipe.input != readers.quantizer:
         raise ValueError(
