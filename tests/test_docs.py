@@ -107,7 +107,10 @@ def test_small_batches_table():
     assert table("small_batches_nvidia_h100_80gb_hbm3") == expected
 
 
-@pytest.mark.parametrize("name", ["models_nvidia_h100_80gb_hbm3", "models_nvidia_h200"])
+@pytest.mark.parametrize(
+    "name",
+    ["models_nvidia_h100_80gb_hbm3", "models_nvidia_h200", "models_beside_te_nvidia_h100_80gb_hbm3"],
+)
 def test_models_table(name):
     assert table(name) == [
         [r["model"], f"{r['tokens']:,}", r["mode"], r["recipe"], f"{r['bf16 ms']:.1f}", f"{r['ms']:.1f}",
