@@ -351,3 +351,62 @@ def test_wrong_use(into):
     ):
         with pytest.raises(TypeError, match="linear layers as into is required"):
             call()
+
+
+class OwnForward(nn.Linear):
+    """A linear layer with a forward of its own, which calls the function."""
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight) * 1
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("asked", ["weight", "weights", "weight and input", "input"])
+@pytest.mark.parametrize("kind", ["into", "own forward"])
+def test_gradients_of_weights_through_a_checkpoint(kind, asked, persistent, device):
+    """``torch.autograd.grad`` of weights runs the forward again, quantized. Oracle: without a checkpoint."""
+    torch.manual_seed(0)
+    model = MLP(hands_over=kind == "into")
+    if kind == "own forward":
+        model.gate_proj, model.down_proj = OwnForward(128, 256, bias=False), OwnForward(256, 128, bias=False)
+    ht.quantize_(model.to(device, torch.bfloat16), "fp8", persistent=persistent)
+    x = random_tensor(32, 128, device=device).requires_grad_()
+    gate, down = model.gate_proj.weight, model.down_proj.weight
+    inputs = {"weight": [gate], "weights": [down, gate], "weight and input": [gate, x], "input": [x]}[asked]
+    found = []
+    for run in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
+        loss = run(x).float().square().sum()
+        first = torch.autograd.grad(loss, inputs, retain_graph=True)
+        loss.backward()
+        found.append([*first, *(p.grad for p in model.parameters()), x.grad])
+        model.zero_grad()
+        x.grad = None
+    assert_same(*found)
+    assert all(type(grad) is torch.Tensor for grad in found[0])
+
+
+def test_gradients_of_weights_have_torchs_options_and_errors(device):
+    layers = [ht.quantize_(nn.Linear(32, 32, bias=False).to(device, torch.bfloat16), "fp8") for _ in range(3)]
+    used, unused, frozen = (layer.weight for layer in layers)
+    frozen.requires_grad_(False)
+    loss = layers[0](random_tensor(32, 32, device=device)).sum()
+
+    def grad(*inputs, **options):
+        return torch.autograd.grad(loss, inputs, retain_graph=True, **options)
+
+    (expected,) = grad(used)
+    assert expected.shape == used.shape
+    assert grad(unused, used, allow_unused=True)[0] is None
+    zeros, same = grad(unused, used, materialize_grads=True)
+    assert type(zeros) is torch.Tensor
+    assert not zeros.any()
+    assert (zeros.shape, zeros.dtype, zeros.device) == (used.shape, used.dtype, used.device)
+    assert torch.equal(same, expected)
+    with pytest.raises(RuntimeError, match="appears to not have been used"):
+        grad(unused)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        grad(frozen)
+    assert torch.equal(torch.autograd.grad(used, used, torch.ones_like(expected))[0], torch.ones_like(expected))
+    hooked = used.register_hook(lambda grad: grad * 2)
+    assert torch.equal(grad(used)[0], expected * 2)
+    hooked.remove()

@@ -8,6 +8,7 @@ from typing import TypeGuard, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from hybridtensor.arguments import require_kind
@@ -16,7 +17,7 @@ from hybridtensor.linear.grouped import batched_linear, grouped_linear
 from hybridtensor.linear.operands import Weight
 from hybridtensor.ops.autograd import Function
 from hybridtensor.subclasses import HybridTensor, MasterWeight
-from hybridtensor.subclasses.intercepting import name_of_weights
+from hybridtensor.subclasses.intercepting import InterceptingTensor, name_of_weights
 from hybridtensor.subclasses.observing import observe_read
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 
@@ -46,6 +47,33 @@ def default(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         result: Tensor = func(*args, **kwargs)
         return result
+
+
+@intercept(torch.autograd.grad)
+def _grad(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Return gradients of weights, named by their nodes in autograd's graph.
+
+    Under ``default`` the backward would run without the functions of weights, and with it what runs in it: forwards of
+    checkpoints would not quantize.
+    """
+    outputs, inputs = args
+    ours = [t for t in inputs if isinstance(t, InterceptingTensor)]
+    leaves = all(is_weight(t) and t.is_leaf and t.requires_grad for t in ours)
+    if not leaves or any(isinstance(t, InterceptingTensor) for t in outputs):
+        return default(func, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        edges = [get_gradient_edge(t) if is_weight(t) else t for t in inputs]
+    # torch makes zeros only of tensors.
+    found = func(outputs, edges, **kwargs | {"materialize_grads": False})
+    if not kwargs["materialize_grads"]:
+        return found
+    grads = kwargs["create_graph"]
+    return tuple(
+        torch.zeros(t.shape, dtype=t.dtype, device=t.device, requires_grad=grads)
+        if grad is None
+        else grad
+        for grad, t in zip(found, inputs, strict=True)
+    )
 
 
 _RIGHT = {"mat2": "right", "other": "right"}  # as torch's functions call it
