@@ -363,7 +363,8 @@ class OwnForward(nn.Linear):
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("asked", ["weight", "weights", "weight and input", "input"])
 @pytest.mark.parametrize("kind", ["into", "own forward"])
-def test_gradients_of_weights_through_a_checkpoint(kind, asked, persistent, device):
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_gradients_of_weights_through_a_checkpoint(accumulated, kind, asked, persistent, device):
     """``torch.autograd.grad`` of weights runs the forward again, quantized. Oracle: without a checkpoint."""
     torch.manual_seed(0)
     model = MLP(hands_over=kind == "into")
@@ -376,7 +377,11 @@ def test_gradients_of_weights_through_a_checkpoint(kind, asked, persistent, devi
     found = []
     for run in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
         loss = run(x).float().square().sum()
-        first = torch.autograd.grad(loss, inputs, retain_graph=True)
+        if accumulated:
+            loss.backward(inputs=inputs, retain_graph=True)
+            first = [t.grad.clone() for t in inputs]
+        else:
+            first = torch.autograd.grad(loss, inputs, retain_graph=True)
         loss.backward()
         found.append([*first, *(p.grad for p in model.parameters()), x.grad])
         model.zero_grad()

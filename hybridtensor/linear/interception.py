@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeGuard, TypeVar
 
 import torch
@@ -49,22 +49,29 @@ def default(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         return result
 
 
-@intercept(torch.autograd.grad)
-def _grad(func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Return gradients of weights, named by their nodes in autograd's graph.
+def _by_nodes(outputs: Sequence[object], inputs: Sequence[object]) -> list[object] | None:
+    """Return what gradients are asked of, weights named by their nodes in autograd's graph; None if torch is to raise.
 
-    Under ``default`` the backward would run without the functions of weights, and with it what runs in it: forwards of
-    checkpoints would not quantize.
+    For a weight itself torch runs all of backward without the functions of its class, and with it what runs in it:
+    forwards of checkpoints would not quantize.
     """
-    outputs, inputs = args
     ours = [t for t in inputs if isinstance(t, InterceptingTensor)]
     leaves = all(is_weight(t) and t.is_leaf and t.requires_grad for t in ours)
     if not leaves or any(isinstance(t, InterceptingTensor) for t in outputs):
-        return default(func, args, kwargs)
+        return None
     with torch._C.DisableTorchFunctionSubclass():
-        edges = [get_gradient_edge(t) if is_weight(t) else t for t in inputs]
+        return [get_gradient_edge(t) if is_weight(t) else t for t in inputs]
+
+
+@intercept(torch.autograd.grad)
+def _grad(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Return gradients of weights; see ``_by_nodes``."""
+    outputs, inputs = args
+    nodes = _by_nodes(outputs, inputs)
+    if nodes is None:
+        return default(func, args, kwargs)
     # torch makes zeros only of tensors.
-    found = func(outputs, edges, **kwargs | {"materialize_grads": False})
+    found = func(outputs, nodes, **kwargs | {"materialize_grads": False})
     if not kwargs["materialize_grads"]:
         return found
     grads = kwargs["create_graph"]
@@ -74,6 +81,16 @@ def _grad(func: Func, args: Args, kwargs: Kwargs) -> object:
         else grad
         for grad, t in zip(found, inputs, strict=True)
     )
+
+
+@intercept(torch.autograd.backward)
+def _backward(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Accumulate gradients of weights, as of torch 2.13 asks; see ``_by_nodes``."""
+    inputs = kwargs.get("inputs")
+    nodes = None if inputs is None else _by_nodes(args[0], inputs)
+    if nodes is None:
+        return default(func, args, kwargs)
+    return func(*args, **kwargs | {"inputs": nodes})
 
 
 _RIGHT = {"mat2": "right", "other": "right"}  # as torch's functions call it
