@@ -482,6 +482,34 @@ def test_models_that_are_quantized_after_they_are_sharded(two):
     two.run(quantized_late)
 
 
+def unrecorded_forwards(rank, backward):
+    """Before a step's own forward, whose amaxes alone count; nothing reads the weights in between."""
+    torch.manual_seed(0)
+    model = ht.quantize_(nn.Sequential(*(nn.Linear(64, 64) for _ in range(2))).to(here()), "fp8_delayed")
+    twin = copy.deepcopy(model)
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh_of(rank, 2))
+    pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.25)) for m in (model, twin)]
+    for step in range(3):
+        for m, optimizer in pairs:
+            x = batch(step).requires_grad_()
+            with ht.without_recording(m), torch.set_grad_enabled(backward):
+                y = m(x)
+                if backward:
+                    torch.autograd.grad(y.sum(), x)
+            m(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ht.step_(m)
+    for ours, other in zip(model.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(ours, other)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_forwards_without_recording_before_a_step(backward, two):
+    two.run(unrecorded_forwards, backward)
+
+
 def stepped_while_gathered(rank, persistent):
     model = ht.quantize_(nn.Sequential(nn.Linear(64, 64, bias=False)), "fp8_delayed", persistent=persistent)
     fully_shard(model, mesh=mesh_of(rank, 2))
