@@ -260,8 +260,9 @@ class _Linear(Function):
         graph_amaxes = [saved.pop() for _ in range(ctx.num_amaxes)] if ctx.num_amaxes else []
         if ctx.has_groups:
             products = products.with_ends(saved.pop())
-        grad = grad_output if isinstance(grad_output, HybridTensor) else tokens(grad_output)
-        direct = runs_directly(plain_part(grad))
+        is_quantized = isinstance(grad_output, HybridTensor)
+        grad = grad_output if is_quantized else tokens(grad_output)
+        direct = runs_directly(plain_part(grad) if is_quantized else grad)
         asked, traced = products.needs, not direct and is_traced()
         if not traced:
             asked = requested_gradients(ctx, asked, lambda: layer_of(products.context.state))

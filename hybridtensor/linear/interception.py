@@ -49,11 +49,11 @@ def default(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         return result
 
 
-def _by_nodes(outputs: Sequence[object], inputs: Sequence[object]) -> list[object] | None:
-    """Return what gradients are asked of, weights named by their nodes in autograd's graph; None if torch is to raise.
+def _as_gradient_edges(outputs: Sequence[object], inputs: Sequence[object]) -> list[object] | None:
+    """Replace weights among the inputs of a backward by their gradient edges; None unless all of them are leaves.
 
-    For a weight itself torch runs all of backward without the functions of its class, and with it what runs in it:
-    forwards of checkpoints would not quantize.
+    Given a weight itself, torch disables ``__torch_function__`` of its class for the whole backward, in which
+    activation checkpointing runs forwards again: these would not quantize.
     """
     ours = [t for t in inputs if isinstance(t, InterceptingTensor)]
     leaves = all(is_weight(t) and t.is_leaf and t.requires_grad for t in ours)
@@ -65,13 +65,13 @@ def _by_nodes(outputs: Sequence[object], inputs: Sequence[object]) -> list[objec
 
 @intercept(torch.autograd.grad)
 def _grad(func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Return gradients of weights; see ``_by_nodes``."""
+    """Return gradients of weights; see ``_as_gradient_edges``."""
     outputs, inputs = args
-    nodes = _by_nodes(outputs, inputs)
-    if nodes is None:
+    edges = _as_gradient_edges(outputs, inputs)
+    if edges is None:
         return default(func, args, kwargs)
     # torch makes zeros only of tensors.
-    found = func(outputs, nodes, **kwargs | {"materialize_grads": False})
+    found = func(outputs, edges, **kwargs | {"materialize_grads": False})
     if not kwargs["materialize_grads"]:
         return found
     grads = kwargs["create_graph"]
@@ -85,12 +85,12 @@ def _grad(func: Func, args: Args, kwargs: Kwargs) -> object:
 
 @intercept(torch.autograd.backward)
 def _backward(func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Accumulate gradients of weights, as of torch 2.13 asks; see ``_by_nodes``."""
+    """Accumulate gradients of weights; torch 2.13 comes here, 2.11 does not. See ``_as_gradient_edges``."""
     inputs = kwargs.get("inputs")
-    nodes = None if inputs is None else _by_nodes(args[0], inputs)
-    if nodes is None:
+    edges = None if inputs is None else _as_gradient_edges(args[0], inputs)
+    if edges is None:
         return default(func, args, kwargs)
-    return func(*args, **kwargs | {"inputs": nodes})
+    return func(*args, **kwargs | {"inputs": edges})
 
 
 _RIGHT = {"mat2": "right", "other": "right"}  # as torch's functions call it

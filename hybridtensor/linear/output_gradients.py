@@ -78,11 +78,11 @@ class OutputGradient(NamedTuple):
         return cls(plan, context) if known else None
 
     def inputs(self, grad: Tensor, amax: Tensor | None) -> CastInputs:
-        """Return what the cast of a gradient ``[M, N]`` needs, given its ``amax``, if it is scaled by that."""
+        """Prepare the inputs of the cast of a gradient ``[M, N]``; ``amax`` is its with current scaling, else None."""
         return self.plan.inputs(grad, self.context, (amax, amax))
 
     def cast(self, grad: Tensor, amax: Tensor | None) -> HybridTensor:
-        """Quantize the gradient ``[..., N]``, given its ``amax``, if it is scaled by that."""
+        """Quantize the gradient ``[..., N]``; ``amax`` is its own with current scaling, else None."""
         matrix = tokens(grad)
         inputs = self.inputs(matrix, amax)
         cast = ops.prepare(matrix, self.plan.request, inputs, direct=True)
