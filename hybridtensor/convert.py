@@ -99,10 +99,11 @@ def quantize_(
 
     Modules, parameter objects, names and ``requires_grad`` do not change, tied weights stay tied, and existing
     optimizers keep working. A second call changes the recipe. The output head (``lm_head``, or what the model returns
-    as ``get_output_embeddings()``), routers, their gates (a ``gate`` narrower than its input) and layers inside of
-    these stay plain by default; ``explain(model)`` says why. Three-dimensional parameters are experts' weights if their
-    first extent is ``num_experts`` of their module. Weights ``[in, out]`` need a class that is GPT-2's or has
-    ``is_transposed = True``. The logger ``hybridtensor`` lists plain layers, and warns of large gates and layers.
+    as ``get_output_embeddings()``), routers, their gates (a ``gate`` narrower than its input), layers inside of these
+    and ``shared_expert_gate`` stay plain by default; ``explain(model)`` says why. Three-dimensional parameters are
+    experts' weights if their first extent is ``num_experts`` of their module. Weights ``[in, out]`` need a class that
+    is GPT-2's or has ``is_transposed = True``. The logger ``hybridtensor`` lists plain layers, and warns of large gates
+    and layers.
 
     Args:
         model: Any module; its layers are found at every depth, the root included.

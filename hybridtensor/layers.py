@@ -20,6 +20,7 @@ SKIPPED_NAMES = {
     "lm_head": "the output head: its error goes straight into the logits",
     "router": "a router: small, and its rounding flips which expert is chosen",
     "gate": "a router's gate: narrower than its input, and its rounding flips which expert is chosen",
+    "shared_expert_gate": "the gate of a shared expert: one number per token, which scales all that it returns",
 }
 
 
@@ -115,6 +116,8 @@ class Layer(NamedTuple):
             return "lm_head"
         if "router" in names:
             return "router"
+        if name == "shared_expert_gate":
+            return name
         return "gate" if "gate" in names and not self._gates_values() else ""
 
     def _gates_values(self) -> bool:

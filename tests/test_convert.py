@@ -105,6 +105,14 @@ def test_what_is_inside_of_a_router_is_left_alone_whatever_its_name(router):
     assert not [m for m in ht.explain(model).coverage.plain if router == "router" and not m.deliberate]
 
 
+def test_the_gate_of_a_shared_expert_is_left_alone():
+    """As in Qwen's models: one number per token, for which a quantized product would be padded to 16."""
+    model = ht.quantize_(nn.ModuleDict({"shared_expert_gate": nn.Linear(32, 1), "up": nn.Linear(32, 64)}), "fp8")
+    assert {name for name, config in configs(model).items() if config} == {"up"}
+    assert dict(ht.explain(model).skipped)["shared_expert_gate"].startswith("the gate of a shared expert")
+    assert not [matrix for matrix in ht.explain(model).coverage.plain if not matrix.deliberate]
+
+
 def test_the_output_head_is_what_the_model_says():
     """Transformers' models say it, with names of their own: ``proj_out`` of Whisper, BERT's ``decoder``."""
 

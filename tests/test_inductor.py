@@ -57,6 +57,18 @@ class ExpertBlock(nn.Module):
         return torch._grouped_mm(hidden, self.down.transpose(-2, -1), offs=ends)
 
 
+class ScoredBlock(Block):
+    """A block with a score per token, whose weight kernels of lists cannot read."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.score = nn.Linear(size, 1, bias=False)
+
+    def forward(self, x):
+        """Return ``[M, size]``."""
+        return super().forward(x) * self.score(x)
+
+
 def train(recipe, device, backend, steps=2, grad=False, block=Block):
     """Return what the steps of two blocks, each compiled by itself, compute: outputs and gradients.
 
@@ -126,6 +138,15 @@ def test_weights_of_a_region_are_measured_and_cast_together(device):
     # Backward has the amaxes of forward
     forward, backward = ({"measure_all_into": count, "quantize_all_into": 1} for count in (1, 0))
     assert counts == [{**forward, "measure": 0}, {**backward, "measure": 0}]
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_rowwise"])
+def test_a_weight_that_lists_cannot_read_leaves_the_others_together(recipe, device):
+    """It took all weights of its region along, which then were measured, copied and cast one by one."""
+    _, codes = codes_of(recipe, device, grad=True, block=ScoredBlock)
+    together = [call for code in codes for name in NAMES[:2] for call in calls(code, name)]
+    assert len(together) == 3  # of forward and backward, which has the amaxes of forward
+    assert [len(re.findall(r"primals_\d+", call.split("]")[0])) for call in together] == [3] * 3
 
 
 def test_inputs_of_a_graph_that_are_no_weights_are_cast_one_by_one(device):

@@ -36,6 +36,7 @@ from hybridtensor.ops.cast.list_operator import (
     faces_written,
     shapes_of,
 )
+from hybridtensor.ops.cast.multi_tensor import lies_whole
 from hybridtensor.ops.cast.operator import MEASURE, QUANTIZE, QUANTIZE_INTO
 from hybridtensor.ops.cast.request import parse_request
 from hybridtensor.ops.library import Operator
@@ -269,7 +270,8 @@ def _call_of(node: Node) -> _WeightCall | None:
 
 
 def _is_weight(node: object) -> bool:
-    """Return whether a graph input is a ``MasterWeight``'s tensor, whose address is the same in every call."""
+    """Return whether a graph input is a ``MasterWeight``'s tensor, whose address is the same in every call, and which
+    kernels of lists can read."""
     if not isinstance(node, Node) or node.op != "placeholder":
         return False
     # AOTAutograd's private description of an input: which attribute of which subclass it is. Without it weights are
@@ -279,6 +281,7 @@ def _is_weight(node: object) -> bool:
         isinstance(known, SubclassGetAttrAOTInput)
         and known.attr == "plain"
         and all(isinstance(extent, int) and extent for extent in value.shape)
+        and lies_whole(value)
     )
 
 

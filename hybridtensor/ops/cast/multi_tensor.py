@@ -169,10 +169,15 @@ def _split(xs: Sequence[Tensor], request: CastRequest) -> tuple[list[int], list[
 
 
 def is_whole(x: Tensor) -> bool:
-    """Return whether the list kernels can read a matrix: extents, strides and addresses are multiples of 16."""
+    """Return whether the list kernels can read a matrix: extents, strides and its address are multiples of 16."""
+    return lies_whole(x) and x.data_ptr() % (_WHOLE * x.itemsize) == 0
+
+
+def lies_whole(x: Tensor) -> bool:
+    """Return ``is_whole`` of a tensor that has no address yet."""
     m, k = x.shape
     lies_well = x.stride(1) == 1 and x.stride(0) % _WHOLE == 0
-    return lies_well and m % _WHOLE == 0 == k % _WHOLE and x.data_ptr() % (_WHOLE * x.itemsize) == 0
+    return lies_well and m % _WHOLE == 0 == k % _WHOLE
 
 
 def cast_alone(x: Tensor, request: CastRequest, inputs: CastInputs) -> PreparedCast:
