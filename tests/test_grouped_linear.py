@@ -409,6 +409,17 @@ class Turned(nn.Module):
         return torch._grouped_mm(x, self.w, offs=offsets(ENDS[0]))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["fp8", "fp8_rowwise", "mxfp8", "bf16"])
+def test_gradients_of_a_transposed_stack_lie_as_it_does(name, compiled):
+    """Else autograd copies each one into the order of its parameter."""
+    model, lie = ht.quantize_(Turned(), name), []
+    model.w.register_hook(lambda grad: lie.append((grad.shape, grad.is_contiguous())))
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    run(torch.randn(TOKENS, K)).sum().backward()
+    assert lie == [((EXPERTS, K, N), True)]
+
+
 @pytest.mark.parametrize("make", [Mixture, Turned])
 @pytest.mark.parametrize("name", ["mxfp8", "fp8", "fp8_high_precision_backward", "nvfp4_row_scaled_fwd_mxfp8_bwd"])
 def test_persistent_experts_train_as_masters_do(name, make, tmp_path):

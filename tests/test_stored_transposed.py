@@ -125,6 +125,16 @@ def test_high_precision_is_bitwise_the_plain_layer(kind):
     assert_alike(step_of(ht.quantize_(make(kind), "bf16")), step_of(make(kind)))
 
 
+@pytest.mark.parametrize(("recipe", "kind"), in_turn(["fp8", "fp8_rowwise", "nvfp4", "bf16"], KINDS))
+def test_gradients_lie_as_their_weights(recipe, kind):
+    """Else autograd copies each one into the order of its parameter."""
+    model, lie = ht.quantize_(make(kind), recipe), []
+    for layer in (model[0], model[2]):
+        layer.weight.register_hook(lambda grad: lie.append((grad.shape, grad.is_contiguous())))
+    model(batch()).sum().backward()
+    assert lie == [((HIDDEN, IN), True), ((IN, HIDDEN), True)]
+
+
 def test_who_is_such_a_layer():
     class Own(nn.Module):
         def __init__(self):

@@ -163,13 +163,20 @@ class Backward(NamedTuple):
                 right = right._replace(groups=column.groups)
             if observers:
                 observe_product(self.layer, "grad_weight", column, right, dtype)
-            grad_weight = ops.product(
-                column, right, out_dtype=dtype, fast_accum=fast, direct=direct
-            )
+            grad_weight = self._grad_weight(column, right, dtype, direct)
         # A pass of its own. Summed in the cast it would be 2.7 % faster at most, and its bits would depend on the
         # recipe.
         grad_bias = grad.sum(dim=0) if needs.bias else None
         return self._committed(Gradients(grad_input, grad_weight, grad_bias), done)
+
+    def _grad_weight(self, grad: Face, input: Face, dtype: torch.dtype, direct: bool) -> Tensor:
+        """Return the weight's gradient ``[out, in]``, or of each expert, in the memory order of the parameter."""
+        state, fast = self.context.state, self.config.fast_accum
+        if state is None or not state.transposed:
+            return ops.product(grad, input, out_dtype=dtype, fast_accum=fast, direct=direct)
+        # In another order autograd would copy it: 6 of 135 ms in a step of four blocks of GPT-OSS.
+        turned = ops.product(input, grad, out_dtype=dtype, fast_accum=fast, direct=direct)
+        return turned.transpose(-2, -1)
 
     def _committed(self, gradients: Gradients, done: Tensor | None) -> Gradients:
         """Commit the amaxes of forward and backward; in a graph the gradients depend on ``done``, so that the commit is
