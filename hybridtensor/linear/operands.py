@@ -56,15 +56,18 @@ class Needs(NamedTuple):
 
 
 class Operand:
-    """An operand whose faces exist; ``amax_record`` has their amaxes if they belong to no single forward.
+    """An operand whose faces exist.
 
     ::
 
         row, column = weight.config.input.faces(x, rowwise=True, columnwise=True, dtype=x.dtype)
         y = ht.linear.linear(x, weight, operand=ht.linear.Operand(row, column))
+
+    Attributes:
+        amax_record: The tensor that has the faces' amaxes, or None if they are in that of this forward.
     """
 
-    __slots__ = ("_amax_record", "_column", "_kind", "_row")
+    __slots__ = ("_column", "_kind", "_row", "amax_record")
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class Operand:
         column: Face | None,
         amax_record: Tensor | ReturnedAmaxes | None = None,
     ) -> None:
-        self._row, self._column, self._amax_record = row, column, amax_record
+        self._row, self._column, self.amax_record = row, column, amax_record
         self._kind: FaceKind | None = None
 
     def rowwise(self) -> Face:
@@ -87,10 +90,6 @@ class Operand:
             return []
         self._kind = FaceKind(column.format, column.dequantized_rowwise)
         return column.tensors()
-
-    def amax_record(self) -> Tensor | ReturnedAmaxes | None:
-        """Return the tensor that has the faces' amaxes, or None if they are in that of this forward."""
-        return self._amax_record
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
         """Start asynchronous work that ``columnwise`` waits for, once the gradient exists."""

@@ -182,7 +182,7 @@ class Backward(NamedTuple):
         """Commit the amaxes of forward and backward; in a graph the gradients depend on ``done``, so that the commit is
         not dropped."""
         if self.context.state is not None:
-            self.context.state.commit(self.weight.amax_record(), self.input.amax_record())
+            self.context.state.commit(self.weight.amax_record, self.input.amax_record)
         if done is None:
             return gradients
         last = next(i for i in (2, 1, 0) if gradients[i] is not None)  # the smallest that is there

@@ -105,7 +105,7 @@ class MasterOperand(Operand):
                 rowwise=False,
                 columnwise=True,
                 dtype=self._dtype,
-                amax_record=self._amax_record,
+                amax_record=self.amax_record,
                 context=self._context,
                 stamp=weight.stamp(self._dtype, seen),
             ).column
