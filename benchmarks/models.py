@@ -33,6 +33,8 @@ import hybridtensor as ht
 VOCABULARY = 32768
 DENSE = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": VOCABULARY}
 LLAMA = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, **DENSE}
+FOUR = {**LLAMA, "num_hidden_layers": 4, "pad_token_id": 0}
+EXPERTS = {"experts_implementation": "grouped_mm"}
 MODELS = {
     "Llama 1.2 B": ("Llama", LLAMA),
     "Llama, 8 blocks of 8 B": ("Llama", {
@@ -40,7 +42,24 @@ MODELS = {
     }),
     "Qwen3-MoE": ("Qwen3Moe", {
         **LLAMA, "intermediate_size": 6144, "num_hidden_layers": 6, "moe_intermediate_size": 1408, "num_experts": 16,
-        "num_experts_per_tok": 4, "experts_implementation": "grouped_mm",
+        "num_experts_per_tok": 4, **EXPERTS,
+    }),
+    "Qwen3, 4 blocks": ("Qwen3", FOUR),
+    "Gemma 2, 4 blocks": ("Gemma2", FOUR),
+    "Phi-3, 4 blocks": ("Phi3", FOUR),
+    "OLMo 2, 4 blocks": ("Olmo2", FOUR),
+    "Command R, 4 blocks": ("Cohere", FOUR),
+    "Mixtral, 4 blocks": ("Mixtral", {
+        **FOUR, "intermediate_size": 4096, "num_local_experts": 8, "num_experts_per_tok": 2, **EXPERTS,
+    }),
+    "GPT-OSS, 4 blocks": ("GptOss", {
+        **FOUR, "intermediate_size": 2048, "num_local_experts": 16, "num_experts_per_tok": 4,
+        "layer_types": ["full_attention"] * 4, **EXPERTS,
+    }),
+    "DeepSeek-V3, 4 blocks": ("DeepseekV3", {
+        **FOUR, "num_key_value_heads": 32, "q_lora_rank": 512, "kv_lora_rank": 512, "moe_intermediate_size": 1024,
+        "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        **EXPERTS,
     }),
     "tiny": ("Llama", {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
