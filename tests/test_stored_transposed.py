@@ -135,6 +135,22 @@ def test_gradients_lie_as_their_weights(recipe, kind):
     assert lie == [((HIDDEN, IN), True), ((IN, HIDDEN), True)]
 
 
+E5M2_ROWS = ht.HybridConfig(*2 * [ht.Float8Quantizer("row")], ht.Float8Quantizer("row", "e5m2"))
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_rowwise", "fp8_block", "mxfp8", E5M2_ROWS], ids=str)
+def test_matrix_units_get_the_operands_the_other_way_round(recipe, device):
+    """The weight's gradient, ``input.T @ grad``: that of a linear layer, but for sums in another order on a GPU."""
+    steps = []
+    for model in twins(recipe):
+        x = batch().to(device, torch.bfloat16)
+        model.to(device, torch.bfloat16)(x).square().mean().backward()
+        steps.append([p.grad for p in model.parameters()])
+    for mine, theirs in zip(*steps, strict=True):
+        difference = as_linear(mine, theirs) - theirs
+        assert difference.norm() <= (2**-8 * theirs.norm() if device == "cuda" else 0)
+
+
 def test_who_is_such_a_layer():
     class Own(nn.Module):
         def __init__(self):
