@@ -222,6 +222,28 @@ def test_faces_of_another_stream_are_made_again_and_columns_wait_for_none(casts,
     assert casts["cast"] == [2]  # columnwise faces of the two layers on this stream
 
 
+def test_an_evaluation_before_the_backward_leaves_the_columns_together(casts):
+    model, optimizer = built("fp8")
+    train(model, optimizer, "cpu", steps=2)
+    weights, x = (model.first.weight, model.second.weight, model.last.weight), random_tensor(32, 256).requires_grad_()
+
+    def evaluate():
+        with torch.no_grad():
+            model(x)
+        return [weight.record.face_cache.awaits_column for weight in weights]
+
+    casts["cast"].clear()
+    loss = model(x).sum()
+    assert evaluate() == [True] * 3
+    loss.backward()
+    assert casts["cast"] == [3]
+    assert evaluate() == [False] * 3
+    model(x)
+    with torch.no_grad():
+        torch._foreach_mul_(weights, 2)
+    assert evaluate() == [False] * 3  # no backward can follow the forward before the write
+
+
 def test_a_bucket_ends_with_its_elements(monkeypatch, casts):
     monkeypatch.setattr(weight_buckets, "_BUCKET", 256 * 384 + 256 * 384)
     model, optimizer = built("fp8")

@@ -84,8 +84,7 @@ def linear(
         TypeError: If the input is not a dense floating-point tensor, or another argument of the wrong kind.
         ValueError: If shapes, dtypes or devices do not match, or a required face is missing.
     """
-    if torch._C._are_functorch_transforms_active():
-        require_plain_autograd()
+    require_plain_autograd()
     if not isinstance(weight, WEIGHTS):
         raise wrong("linear", "a weight of quantize_", weight, "call F.linear for others")
     if operand is not None:
@@ -272,7 +271,7 @@ class _Linear(Function):
         grad_input, grad_weight, grad_bias = gradients
         if grad_input is not None:
             grad_input = grad_input.view(ctx.input_shape)
-        if grad_bias is not None and not ctx.input_contiguous and grad_output.dim() > 1:
+        if grad_bias is not None and not ctx.input_contiguous and grad_output.dim() > 2:
             # The sum of the plain layer, bit for bit
             grad_bias = grad_output.sum(dim=tuple(range(grad_output.dim() - 1)))
         return grad_input, grad_weight, grad_bias, None

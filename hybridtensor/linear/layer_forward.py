@@ -139,28 +139,27 @@ class LayerForward:
         weight: Any = layer._parameters.get("weight")
         if type(weight) in WEIGHTS or _RECIPE not in layer.__dict__:
             # A weight of this library, or a layer that is plain again.
-            if not torch.compiler.is_dynamo_compiling() and not self._ran and not observers:
+            if torch.compiler.is_dynamo_compiling():  # Dynamo must not trace the rest
+                return self.run(layer, args, kwargs)
+            if not self._ran and not observers:
                 self._ran = True
                 if _RECIPE in layer.__dict__ and not runs_linear(layer):
                     with Uses(layer, layer.__dict__[_RECIPE].state):
                         return self.run(layer, args, kwargs)
-            if self.inner is not None:  # as ``run``
-                return self.inner(*args, **kwargs)
-            # No mode or subclass of the input intercepts F.linear: call its result directly
             if (
-                not torch.compiler.is_dynamo_compiling()  # first: Dynamo must not trace the rest
+                self.inner is None
                 and len(args) == 1
+                and not kwargs
                 and type(args[0]) is Tensor
                 and type(weight) in WEIGHTS
                 and weight.config is not None
-                and not kwargs
-                and type(layer).forward is nn.Linear.forward
+                and _is_linear(layer)
                 and not _modes_of_functions()
             ):
-                # Every attribute of the weight would pass through its torch function.
+                # Nothing else would intercept F.linear. Every attribute of the weight would pass through its function.
                 with torch._C.DisableTorchFunctionSubclass():
                     return linear(args[0], weight, layer.bias)  # type: ignore[arg-type]
-            return type(layer).forward(layer, *args, **kwargs)
+            return self.run(layer, args, kwargs)
         part = local(weight) if isinstance(weight, DTensor) else None
         if isinstance(weight, DTensor) and isinstance(part, WEIGHTS):
             # Tensor parallel.

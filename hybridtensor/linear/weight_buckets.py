@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from hybridtensor import ops
 from hybridtensor.dtensor import local
 from hybridtensor.ops import CastInputs, Faces
-from hybridtensor.ops.library import is_recorded, is_traced, runs_directly
+from hybridtensor.ops.library import is_captured, is_recorded, is_traced, runs_directly
 from hybridtensor.quantizers.plans import CastPlan, cast_plan, measuring_plan
 from hybridtensor.state import Context, LayerState
 from hybridtensor.state.step import after_step
@@ -279,10 +279,10 @@ def add_columns_of_bucket(weight: MasterWeight) -> None:
 def _bucket_of(weight: MasterWeight) -> WeightBucket | None:
     """Return the bucket of a weight, or None if it is quantized alone."""
     layer = weight.record.layer
-    if observers or not isinstance(layer, LayerState) or not runs_directly(weight.plain):
+    bucket = _BUCKETS.get(layer) if isinstance(layer, LayerState) else None
+    if bucket is None or bucket.is_alone or observers:
         return None
-    bucket = None if is_recorded() else _BUCKETS.get(layer)
-    return None if bucket is None or bucket.is_alone else bucket
+    return bucket if runs_directly(weight.plain) and not is_captured() else None
 
 
 def bucket_weights(model: nn.Module) -> list[WeightBucket]:

@@ -50,7 +50,7 @@ class MasterOperand(Operand):
         weight: MasterWeight,
         needs: Needs,
         dtype: torch.dtype,
-        record: AmaxRecord | None,
+        amax_record: AmaxRecord | None,
         context: Context,
     ) -> None:
         self._training, self._backward_follows = any(needs), needs.input
@@ -68,7 +68,7 @@ class MasterOperand(Operand):
             dtype=dtype,
             trained=self._training,
             backward_follows=needs.input,
-            amax_record=record,
+            amax_record=amax_record,
             context=context,
             stamp=stamp,
         )
@@ -221,7 +221,7 @@ class RequantizedWeight(Operand):
         return super().save()
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
-        if is_traced():  # as of ``TracedMaster``
+        if is_traced():  # as in ``TracedMaster``
             self._after = grad
 
     def columnwise(self, saved: list[Tensor]) -> Face:
@@ -245,8 +245,9 @@ def weight_operand(
         traced = not context.direct and is_traced()
         if traced and weight.config.keep_faces != "always":
             return TracedMaster(weight, needs, dtype, state)
-        records = state is not None and state.step_amax is not None and any(needs)
-        recording = state if records and state is not None and _is_delayed(state.slots) else None
+        recording = None
+        if state is not None and state.step_amax is not None and any(needs):
+            recording = state if _is_delayed(state.slots) else None
         if traced:
             amax = None if recording is None else recording.amax
             return Operand(

@@ -20,7 +20,7 @@ from hybridtensor.ops.cast.planning import planning
 from hybridtensor.ops.emulated_mm import nan_under_other_signs
 from hybridtensor.ops.face import Face, Groups, in_its_dtype
 from hybridtensor.ops.grouped_operands import PARTIAL, KernelOperand, kernel_operand, over_groups
-from hybridtensor.ops.kernel_library import Launch, on_device
+from hybridtensor.ops.kernel_library import ALIGNMENT, Launch, on_device
 from hybridtensor.ops.native_mm import has_fast_accum, has_fp8_units, is_fp8, is_hopper
 from hybridtensor.ops.reencoding import Reencoded, reencodes
 
@@ -54,7 +54,6 @@ PARTIAL_TILES = {
 }
 # Two sums of 128x256, one of which is promoted to fp32, do not fit into registers.
 PRECISE_TILE = ProductTile(128, 128, 128, 8, 4, 3)
-_ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
 
 
 def multiply_groups(
@@ -115,7 +114,7 @@ def _multiply_values(left: Face, right: Face, groups: Groups) -> Tensor | None:
     )
     if not (a.dtype == b.dtype == torch.bfloat16) or not is_hopper(a.device):
         return None
-    if b.shape[-2] * b.itemsize % _ALIGNMENT or not (_is_readable(left) and _is_readable(right)):
+    if b.shape[-2] * b.itemsize % ALIGNMENT or not (_is_readable(left) and _is_readable(right)):
         return None
     out = torch._grouped_mm(a, b.transpose(-2, -1), offs=_ends(groups))
     if b.dim() == 3:
@@ -129,15 +128,15 @@ def _is_readable(face: Face) -> bool:
     by_row, by_column = values.stride(-1) == 1, values.stride(-2) == 1 and values.dim() == 3
     pitch = values.stride(-2) if by_row else values.stride(-1)
     apart = [pitch, *values.stride()[:-2]]
-    whole = all(stride > 0 and stride * values.itemsize % _ALIGNMENT == 0 for stride in apart)
-    return (by_row or by_column) and whole and values.data_ptr() % _ALIGNMENT == 0
+    whole = all(stride > 0 and stride * values.itemsize % ALIGNMENT == 0 for stride in apart)
+    return (by_row or by_column) and whole and values.data_ptr() % ALIGNMENT == 0
 
 
 def _multiply_natively(left: Face, right: Face, groups: Groups) -> Tensor | None:
     """Multiply with torch's grouped kernel; None where extents are not multiples of 16."""
     a, b, ends = left.qdata, right.qdata, _ends(groups)
     by_row = b.dim() == 3
-    if any(size % _ALIGNMENT for size in (*a.shape[by_row:], *b.shape[-2:])):
+    if any(size % ALIGNMENT for size in (*a.shape[by_row:], *b.shape[-2:])):
         return None
     if by_row:
         scale_a, scale_b = _by_token(left, groups), _by_other(right)

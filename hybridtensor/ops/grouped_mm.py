@@ -111,7 +111,7 @@ def reference(
         one = cut_rows(left, group) if by_row else cut_columns(left, group)
         other = matrix_of(right, group.number) if by_row else cut_columns(right, group)
         target = out[group.start : group.stop] if by_row else out[group.number]
-        target.copy_(matrix_product(one, other, out_dtype=out_dtype, fast_accum=fast_accum))
+        target.copy_(matrix_product(one, other, None, out_dtype, fast_accum))
     return out
 
 

@@ -18,10 +18,10 @@ from hybridtensor.kernels.groups import Address, Side, SideConstants
 from hybridtensor.ops.dequantize import face_values, level_of, multipliable_values, signs_of
 from hybridtensor.ops.emulated_mm import sum_factor
 from hybridtensor.ops.face import Face, Groups
+from hybridtensor.ops.kernel_library import ALIGNMENT
 
 PARTIAL = 128  # entries of the contraction that share a scale of partial sums
 _CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  # as the kernels name them
-_ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
 
 
 class KernelOperand(NamedTuple):
@@ -65,7 +65,7 @@ class KernelOperand(NamedTuple):
         return (
             self.constants,
             self.numbers,
-            *((t.dtype, t.data_ptr() % _ALIGNMENT == 0) for t in tensors),
+            *((t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in tensors),
         )
 
     def taken(self, take: Callable[[Tensor], Address]) -> Side:

@@ -12,6 +12,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+ALIGNMENT = 16  # bytes: kernels are compiled for addresses that are multiples
+
 
 @functools.cache
 def kernels(name: str) -> ModuleType:

@@ -25,4 +25,4 @@ def product(
         return grouped_product(left, right, out_dtype, fast_accum)
     if direct or runs_directly(left.qdata):
         return chosen(left, right, bias, out_dtype)(left, right, bias, out_dtype, fast_accum)
-    return matrix_product(left, right, bias=bias, out_dtype=out_dtype, fast_accum=fast_accum)
+    return matrix_product(left, right, bias, out_dtype, fast_accum)

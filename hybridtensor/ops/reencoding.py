@@ -19,14 +19,13 @@ from hybridtensor.formats import FP8_E4M3_128X128, Format
 from hybridtensor.kernels.groups import Blocks, BlockScaled, Mxfp4
 from hybridtensor.ops.cast.planning import aligned, planning
 from hybridtensor.ops.face import Face, FaceKind, Groups
-from hybridtensor.ops.kernel_library import Launch, on_device
+from hybridtensor.ops.kernel_library import ALIGNMENT, Launch, on_device
 
 _BLOCK = 128
 _ROWS = 64  # of the tiles that are overwritten: a tile of 128x128 sums in bf16 spills registers
 _PARTS = (
     16  # programs that share the rows of tiles: most of them only find that nothing is to be done
 )
-_ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
 
 
 def reencodes(left: Format, right: Format) -> bool:
@@ -54,9 +53,9 @@ class Reencoded:
             raise ValueError(
                 f"scaled_mm: block scales are required, got a face of {face.format} without"
             )
-        if not codes.is_contiguous() or codes.data_ptr() % _ALIGNMENT:
+        if not codes.is_contiguous() or codes.data_ptr() % ALIGNMENT:
             codes = codes.clone(memory_format=torch.contiguous_format)
-        if scale.data_ptr() % _ALIGNMENT:
+        if scale.data_ptr() % ALIGNMENT:
             scale = scale.clone()
         self._codes, self._scale, self._side = codes, scale.view(torch.uint8), face.format.block[0]
         *stack, rows, width = codes.shape
@@ -102,7 +101,7 @@ class Reencoded:
         lie = left.qdata.stride(0), scale.stride(0), scale.stride(1)
         kind = (
             left.qdata.dtype == torch.float8_e5m2, None if bias is None else bias.dtype, out.dtype,
-            tuple(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in given),
+            tuple(tensor.data_ptr() % ALIGNMENT == 0 for tensor in given),
         )  # fmt: skip
         launch = _overwriting(
             tiles,

@@ -224,7 +224,7 @@ def chosen(left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype)
     multiply = _MULTIPLY.get(key)
     if multiply is None:
         multiply = _choose(left, right, bias, out_dtype)
-        # As of ``grouped_kernel``: emptied, not ordered by use.
+        # As in ``grouped_kernel``: cleared when full; tracking the last use would cost time in every call.
         if len(_MULTIPLY) >= _MOST_KINDS:
             _MULTIPLY.clear()
         _MULTIPLY[key] = multiply
@@ -234,7 +234,7 @@ def chosen(left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype)
 def _choose(left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype) -> Multiply:
     """Choose the function that multiplies operands of this kind."""
     if not (left.dequantized_rowwise is right.dequantized_rowwise is None):
-        return _multiply_dequantized
+        return matrix_product
     if left.format.is_identity and right.format.is_identity:
         return _multiply_plain
     _check_operands(left, right, bias)
@@ -277,21 +277,10 @@ def _can_be_as_many(left: int, left_step: int, right: int, right_step: int) -> b
 
 
 def matrix_product(
-    left: Face,
-    right: Face,
-    *,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype,
-    fast_accum: bool = False,
+    left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     """Return ``left @ right.T + bias``: a plain product in high precision, otherwise ``scaled_mm``."""
     # A dequantized rowwise face is materialized here, for this product only.
-    return _multiply_dequantized(left, right, bias, out_dtype, fast_accum)
-
-
-def _multiply_dequantized(
-    left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
     a = left if left.dequantized_rowwise is None else _dequantized(left)
     b = right if right.dequantized_rowwise is None else _dequantized(right)
     if a.format.is_identity and b.format.is_identity:

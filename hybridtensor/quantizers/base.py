@@ -196,5 +196,4 @@ class OneFormatQuantizer(CastQuantizer):
         cast = self.cast(context)
         # Each face draws for itself: with the same numbers the errors of two products would not be
         # independent.
-        column = cast if cast.stream < 0 else cast.for_columnwise()
-        return CastRequest(cast if rowwise else None, column if columnwise else None)
+        return CastRequest(cast if rowwise else None, cast.for_columnwise() if columnwise else None)

@@ -149,7 +149,7 @@ Plans = dict[tuple[object, ...], "CastPlan | None"]
 """The casts of a quantizer, by what they depend on."""
 _MOST_ROWS = 4096
 """Whose amaxes a cast reads itself, which saves a launch; each of its programs reads them all."""
-_NEW = CastPlan.__new__(CastPlan)  # stands for a plan that is not there
+_MISSING = CastPlan.__new__(CastPlan)  # stands for a plan that is not there
 _MOST_PLANS = 4096
 
 
@@ -179,7 +179,7 @@ def cast_plan(
         state is None or state.encode_scale is None,
         None if groups is None else groups.first,
     )
-    if not traced and (known := quantizer.plans.get(key, _NEW)) is not _NEW:
+    if not traced and (known := quantizer.plans.get(key, _MISSING)) is not _MISSING:
         return known
     request = quantizer.request(
         rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context

@@ -87,12 +87,12 @@ class HybridConfig(AOBaseConfig):
         bf16_weight_values: Round weights to bf16 before they are quantized, also fp32 masters: the faces are then those
             of the model's bf16 export, which inference engines quantize.
         keep_faces: How long faces that can be recomputed are cached; no bit depends on it, except for roundings that a
-            compiler skips. Faces of high-precision weights: with ``"auto"`` until the next write if several forwards
-            use a weight before it, as with accumulated gradients; otherwise forward makes the rowwise face and frees
-            it, and backward the columnwise one. ``"always"``: until the next write. ``"never"``: no longer than one
-            use. In graphs of ``torch.compile`` they never outlive a backward, and ``"always"`` only means that forward
-            makes both. The columnwise face of an input that backward has anyway (attention's output; in a graph also
-            that of a norm or an activation) is made in backward, or with ``"always"`` in forward.
+            compiler skips. Faces of high-precision weights: with ``"auto"`` until the last backward of a step if
+            several forwards use a weight, as with accumulated gradients; otherwise forward makes the rowwise face and
+            frees it, and backward the columnwise one. ``"always"``: until the next write. ``"never"``: no longer than
+            one use. In graphs of ``torch.compile`` they never outlive a backward, and ``"always"`` only means that
+            forward makes both. The columnwise face of an input that backward has anyway (attention's output; in a graph
+            also that of a norm or an activation) is made in backward, or with ``"always"`` in forward.
 
     Raises:
         TypeError: If a role is not a quantizer.

@@ -17,7 +17,7 @@ from hybridtensor.ops.library import is_captured
 from hybridtensor.ranks import PATIENCE, TIMEOUT, patience, require_alike
 from hybridtensor.state.layer import LayerState
 from hybridtensor.state.ranks import ALL_RANKS, TrainingRanks
-from hybridtensor.state.training import Group, Training, training_of
+from hybridtensor.state.training import Group, Training, on_host, training_of
 
 ADVICE = "convert the model alike everywhere, or name the ranks that train it with set_mesh_"
 
@@ -119,13 +119,9 @@ def _wait(work: dist.Work, steps: int, size: int) -> None:
 def _compare_later(training: Training, step_counts: Tensor) -> None:
     """Schedule the comparison for a later step, so that the host does not synchronize."""
     before = training.step_counts
-    if before is not None and before[1].query():
+    if before is not None and before[1]():
         _require_same_steps(before[0])
-    on_host = torch.empty(step_counts.shape, pin_memory=True)
-    on_host.copy_(step_counts, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    training.step_counts = on_host, event
+    training.step_counts = on_host(step_counts)
 
 
 def _require_same_steps(step_counts: Tensor) -> None:

@@ -337,7 +337,7 @@ class LayerState(StateModule):
         return own | {"hints": {}, "amax": None if self.amax is None else self.amax.clone()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled state; older ones lack hints."""
+        """Restore a pickled state; those of former versions lack some attributes."""
         buffers = {FORMER_NAMES.get(name, name): b for name, b in state["_buffers"].items()}
         state.pop("group", None)  # of former versions
         amax = state.pop("amax")

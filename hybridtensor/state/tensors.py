@@ -26,7 +26,7 @@ class StateTensors(NamedTuple):
         hints: What speeds up casts of tensors like those before, by slot; None while compiling.
         common_amax: fp32 ``[1]``, what the weight is scaled by instead of its own amax, where several
             layers' weights have a common scale; or None.
-        transposed: Whether the weight is a stack of experts' that is stored ``[E, in, out]``; None if it is none.
+        transposed: Whether the weight is stored ``[in, out]``, or each matrix of a stack; None for ``nn.Linear``.
         step_amax: The record of the step's amaxes; in a graph its address, int64 ``[1]``.
     """
 

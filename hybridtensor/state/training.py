@@ -41,7 +41,7 @@ class Training:
         self.callbacks = list(callbacks_of_every_model)
         self.is_compared = False
         self.scales: dict[Group, list[tuple[str, int]]] = {}
-        self.step_counts: tuple[Tensor, torch.cuda.Event] | None = None
+        self.step_counts: tuple[Tensor, Callable[[], bool]] | None = None
         self.finite: Pending = []
         self.siblings: Pending = []
         self._taken: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -79,14 +79,15 @@ def training_of(model: nn.Module) -> Training:
     if not _hooks:
         # One hook for all optimizers of the process: nothing says which of them will step a model.
         _hooks.append(register_optimizer_step_post_hook(_after_optimizer))
-    return _trainings.setdefault(model, Training())
+    known = _trainings.get(model)
+    return _trainings.setdefault(model, Training()) if known is None else known
 
 
 def on_host(flags: Tensor) -> tuple[Tensor, Callable[[], bool]]:
     """Return flags on the host, and whether they have arrived there: the host does not wait for a GPU."""
     if not flags.is_cuda:
         return flags, lambda: True
-    made = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
+    made = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
     made.copy_(flags, non_blocking=True)
     event = torch.cuda.Event()
     event.record()

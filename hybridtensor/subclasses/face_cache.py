@@ -108,8 +108,7 @@ class FaceCache:
             self.begin(stamp, forward=forward)
         if forward:
             self.used_on = stream
-            use = self.last_use
-            if use is None or use[0] is not trained or use[1] is not backward_follows:
+            if self.last_use != (trained, backward_follows):
                 self.last_use = LastUse(trained, backward_follows)
             if not trained:
                 self._evaluations += 1
@@ -176,7 +175,7 @@ class FaceCache:
             if frees:
                 view.row = None
         # Where none is to be made, backward need not look through the bucket for others.
-        self.awaits_column = backward_follows and lacks
+        self.awaits_column = lacks and (backward_follows or self.awaits_column)
 
     def end_backward(self, policy: str) -> None:
         """Release what a backward used and nothing will use again."""

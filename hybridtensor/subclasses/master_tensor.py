@@ -101,11 +101,12 @@ class MasterWeight(QuantizedWhenUsed):
         mark_all_written([self])
 
     def carried(self) -> tuple[list[str], Metadata | None]:
-        if getattr(self.record.layer, "common", None) is not None:
+        common = getattr(self.record.layer, "common", None)
+        if common is not None:
             # torch calls this while it traces; active modes would record the update in the graph. The function that
             # disables them is private
             with _disable_current_modes():
-                self.measure_common_scale()
+                common.measure_written()
         return super().carried()
 
     def take_memory(self, plain: Tensor) -> None:

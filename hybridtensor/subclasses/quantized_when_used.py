@@ -285,12 +285,6 @@ class QuantizedWhenUsed(InterceptingTensor):
             raise ValueError(f"MasterWeight: {self.config.weight} made no rowwise face")
         return made
 
-    def measure_common_scale(self) -> None:
-        """Update the common scale by the weights that were written."""
-        common = getattr(self.record.layer, "common", None)
-        if common is not None:
-            common.measure_written()
-
     def check_common_scale(self) -> None:
         """Raise if a graph writes a weight before using it: its common scale is a graph input."""
         state = self.state

@@ -139,9 +139,6 @@ class WeightRecord:
         made.section, made.first = self.section, self.first
         return made
 
-    # -- writes
-    # -------------------------------------------------------------------------------------------------------
-
     def mark_written(self, captured: bool) -> None:
         """Record a write, which invalidates faces, and may be ``captured`` in a CUDA graph."""
         self.changes += 1

@@ -196,6 +196,18 @@ def test_planners_store_faces_as_plain_tensors_and_load_them_in_place(recipe, al
             other.weight.fill_(1.0)
 
 
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
+def test_values_follow_the_faces_once_all_of_them_are_loaded(recipe, alone, tmp_path, monkeypatch):
+    model, other, made = persistent(recipe), persistent(recipe, seed=1), []
+    dcp.save({"w": model.weight.detach()}, checkpoint_id=tmp_path, planner=checkpoint.HybridSavePlanner())
+    values = type(other.weight.high_precision)
+    real = values.mark_copied
+    monkeypatch.setattr(values, "mark_copied", lambda *args, **kwargs: (made.append(args), real(*args, **kwargs))[1])
+    dcp.load({"w": other.weight.detach()}, checkpoint_id=tmp_path, planner=checkpoint.HybridLoadPlanner())
+    assert len(made) == 1  # not after each of four to seven tensors
+    assert torch.equal(other.weight.high_precision.current, model.weight.dequantize())
+
+
 @pytest.mark.parametrize("recipe", ["fp8_dequantized_backward", "bf16"])
 def test_faces_that_share_bytes_are_stored_once(recipe, alone, tmp_path):
     model = persistent(recipe)

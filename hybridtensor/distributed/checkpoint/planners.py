@@ -191,6 +191,11 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         """See ``LoadPlanner``: the last that is called before anything is written."""
         for weight in self._with_masters:
             weight.high_precision.mark_loaded()
+        names = [item.dest_index.fqn for item in new_plan.items if item.type == LoadItemType.TENSOR]
+        self._missing = {
+            prefix: sum(name.startswith(prefix) for name in names)
+            for prefix, _ in self._without_masters
+        }
         return super().finish_plan(new_plan)
 
     def places(self, plan: LoadPlan) -> list[Tensor]:
@@ -225,8 +230,10 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         if pair is not None:
             pair[1].copy_(pair[0])
         for prefix, weight in self._without_masters:
-            if read_item.dest_index.fqn.startswith(prefix):  # what was loaded last makes it whole
-                weight.high_precision.mark_copied(weight.dequantize, weight.taken)
+            if read_item.dest_index.fqn.startswith(prefix):
+                self._missing[prefix] -= 1
+                if not self._missing[prefix]:  # the last tensor of its faces
+                    weight.high_precision.mark_copied(weight.dequantize, weight.taken)
 
 
 def _has_no_master(weight: HybridTensor, addresses: set[int]) -> bool:

@@ -39,9 +39,7 @@ class Restoration:
         self._masters = {
             name: entry for entry, _, name in named if manifest.entries.get(entry) == "optimizer"
         }
-        self._with_faces = {
-            flat.rpartition(f".{d}.")[0] for flat in self._stored for d in ("rowwise", "columnwise")
-        }
+        self._with_faces = {_weight_of_face(flat) for flat in self._stored}
         self._weights = manifest.weights
         self._loaded: dict[str, StateDict] = {}  # by module, what load_state_dict gets
         self.begun: list[str] = []
@@ -136,8 +134,9 @@ class Restoration:
         for flat in metadata.state_dict_metadata:
             entry, _, name = flat.partition(".")
             of_state = weight_of_state(name)
-            weight = next((name[: -len(d) - 1 - len(tail)] for d, tail in _face_tails(name)), name)
-            skipped = not self._has_same_recipe(f"{entry}.{of_state or weight}")
+            skipped = not self._has_same_recipe(
+                f"{entry}.{of_state or _weight_of_face(name) or name}"
+            )
             if entry in self._loaded and flat not in planned and not skipped:
                 found.append(flat)
         return found
@@ -189,12 +188,13 @@ class Restoration:
                 holder.extend(former)
 
 
-def _face_tails(name: str) -> Iterator[tuple[str, str]]:
-    """Yield direction and the rest where ``name`` is that of a tensor of a face."""
+def _weight_of_face(name: str) -> str | None:
+    """Return the weight of whose face ``name`` is a tensor, or None."""
     for direction in ("rowwise", "columnwise"):
-        weight, found, tail = name.rpartition(f".{direction}.")
-        if found and weight:
-            yield direction, f".{tail}"
+        weight, _, rest = name.rpartition(f".{direction}.")
+        if weight and rest:
+            return weight
+    return None
 
 
 def _with_room(own: object, entry: str, stored: dict[str, tuple[KeyPath, STORAGE_TYPES]]) -> object:

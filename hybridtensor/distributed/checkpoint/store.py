@@ -172,7 +172,7 @@ class Saving:
 
     def __init__(self, write: _Write) -> None:
         self._write = write
-        self._path: Path | None = None
+        self._path: Path  # once the thread has ended without an error
         self._error: BaseException | None = None
         self._asked = False
         # No daemon: at its end the interpreter waits for such threads, and a save under way is not
@@ -196,7 +196,7 @@ class Saving:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        return self._write.root if self._path is None else self._path
+        return self._path
 
 
 _previous: list[Saving] = []

@@ -74,9 +74,7 @@ class Exchange:
         self._amaxes = [
             part.view(plan.amaxes) for part, plan in zip(self._parts, self._plans, strict=True)
         ]
-        self._measures: list[tuple[Place | None, Measure]] = [(None, _measure_nothing)] * len(
-            shards
-        )
+        self._measures: dict[int, tuple[Place, Measure]] = {}
 
     def is_of(self, shards: list[Shard]) -> bool:
         """Return whether this exchange was built for those shards and their present local tensors."""
@@ -114,20 +112,16 @@ class Exchange:
 
     def _measure(self, index: int, shard: Shard, values: Tensor) -> None:
         """Compute the amaxes of one shard; the prepared cast is cached by ``place_of``."""
-        place, (seen, measure) = place_of(values), self._measures[index]
-        if seen != place:
-            measure = _prepared(shard.plan, shard.sharded.rank, values)
-            self._measures[index] = place, measure
-        measure(values, self._parts[index])
+        place, known = place_of(values), self._measures.get(index)
+        if known is None or known[0] != place:
+            known = place, _prepared(shard.plan, shard.sharded.rank, values)
+            self._measures[index] = known
+        known[1](values, self._parts[index])
 
 
 def place_of(tensor: Tensor) -> Place:
     """Return a tensor's address, layout, dtype and device: a prepared cast serves any tensor with the same key."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _measure_nothing(values: Tensor, out: Tensor) -> None:
-    """Placeholder of a measurement that is not prepared yet."""
 
 
 def _prepared(plan: Plan, rank: int, values: Tensor) -> Measure:

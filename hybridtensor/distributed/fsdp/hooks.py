@@ -360,8 +360,9 @@ def expect_recompute_(model: nn.Module, expected: bool | None) -> nn.Module:
     require_module("expect_recompute_", model)
     if expected is not None:
         require_flag("expect_recompute_", expected=expected)
-    for module in model.modules():
-        for sharded in locate(module):
-            if isinstance(sharded.tensor, (MasterWeight, HybridTensor)):
-                shard_of(sharded).expect(expected)
+    modules = set(model.modules())
+    for sharded in everything():
+        is_ours = isinstance(sharded.tensor, (MasterWeight, HybridTensor))
+        if is_ours and not modules.isdisjoint(sharded.readers):
+            shard_of(sharded).expect(expected)
     return model

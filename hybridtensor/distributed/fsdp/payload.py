@@ -1,8 +1,9 @@
 """The payload of shards that are gathered together.
 
 A rank sends one flat tensor of bytes: the tensors of every requested face, weight by weight, each at a multiple of 16
-bytes and in the layout that casts write (``Layout``). Shards are quantized straight into it. It is cached until a shard
-is written (``Payload``): backward, and every further microbatch, send what forward quantized.
+bytes and in the layout that casts write (``Layout``). Shards are quantized straight into it. Its bytes are valid
+until a shard is written, and are then cast again in place (``Payload``): backward, and every further microbatch, send
+what forward quantized.
 
 Shape letters: ``R`` ranks.
 """

@@ -44,8 +44,9 @@ class FacePlan:
 
     Attributes:
         kind: ``"bytes"``: each shard quantizes its rows, and the bytes are sent; ``"values"``: the face is in high
-            precision, its values are sent in the dtype of the computation; ``"held"``: the face is the rowwise one;
-            ``"whole"``: the values are sent in the weight's own dtype and are quantized after the gather.
+            precision, its values are sent in the dtype of the computation; ``"rowwise"``: it is made of the rowwise
+            face after the gather, and nothing of its own is sent; ``"whole"``: the values are sent in the weight's own
+            dtype and are quantized after the gather.
         format: Format of the face.
         reduce: Largest magnitudes that shards must know of each other: of the ``"tensor"``, of a
             ``"column"``, of square ``"blocks"`` that they cut; or None.
@@ -131,15 +132,13 @@ class Plan:
         columnwise = columnwise and self.column.kind != ROW
         if columnwise and self.transposed and self.row.kind == self.column.kind == "bytes":
             rowwise, columnwise = True, False  # transposed after the gather
-        wanted = [self.row] * rowwise + [self.column] * columnwise
-        if self.whole or any(face.kind == "whole" for face in wanted):
-            return ("whole",)
-        sent = []
-        if rowwise:
-            sent.append("values" if self.row.kind == "values" else ROW)
+        wanted = {ROW: self.row} if rowwise else {}
         if columnwise:
-            sent.append("values" if self.column.kind == "values" else COLUMN)
-        return tuple(dict.fromkeys(sent))
+            wanted[COLUMN] = self.column
+        if self.whole or any(face.kind == "whole" for face in wanted.values()):
+            return ("whole",)
+        names = ("values" if face.kind == "values" else name for name, face in wanted.items())
+        return tuple(dict.fromkeys(names))
 
     def whole_dtype(self, dtype: torch.dtype, master: torch.dtype) -> torch.dtype:
         """Return the dtype of a weight sent ``"whole"``: its own where it is quantized after the gather."""

@@ -143,7 +143,7 @@ class Shard:
         return True
 
     def wants(self, rowwise: bool, columnwise: bool) -> tuple[bool, bool]:
-        """Return which faces a gather needs, for a weight that backward uses once."""
+        """Return which faces a gather needs: also the rowwise one where backward runs the forward again."""
         found = self._recomputed or self._traced
         return rowwise or (found if self._expected is None else self._expected), columnwise
 

@@ -153,8 +153,8 @@ class Sharded(NamedTuple):
     def wants(self) -> tuple[bool, bool]:
         """Return whether the gather that is being prepared needs the rowwise face, and the columnwise one.
 
-        Forward needs the rowwise face only if backward gathers again; backward needs the columnwise one only if the
-        next forward gathers again. Whatever else gathers (recomputation, ``unshard()``) may need either.
+        If backward gathers again, forward needs the rowwise face alone; if the next forward gathers again, backward
+        needs the columnwise face alone. Whatever else gathers (recomputation, ``unshard()``) may need either.
         """
         # FSDP2 says nowhere publicly what a gather is for: ``_training_state`` is set around its
         # hooks, and autograd's task id is -1 outside of a backward. Another meaning in a later

@@ -98,7 +98,7 @@ class Copies:
         if turns and piece.index == 0:
             self._others.append(_transposer(plan, got, tensors, wanted[0]))
             return
-        if name != ROW or not turns or wanted[0]:
+        if not turns or wanted[0]:
             self._add(plan, got, tensors[name][piece.index], turned=False)
         if turns:
             self._add(plan, got, tensors[COLUMN][piece.index], turned=True)

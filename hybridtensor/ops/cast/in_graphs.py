@@ -9,8 +9,8 @@ from torch import Tensor
 from hybridtensor.ops.cast.definition import reference_cast
 from hybridtensor.ops.cast.kernel import KernelCast, cast_on_gpu
 from hybridtensor.ops.cast.request import CastInputs, parse_request
+from hybridtensor.ops.kernel_library import ALIGNMENT
 
-_ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
 _NUM_INPUTS = 6  # of a cast, followed by ``after`` and ``num_amaxes``
 
 
@@ -37,7 +37,7 @@ class CastInGraph:
             if amax is not None:
                 # One test for all: a low bit stays set if any address is no multiple.
                 address |= amax.data_ptr()
-        is_aligned = address % _ALIGNMENT == 0
+        is_aligned = address % ALIGNMENT == 0
         cast, is_known = self.cast, x.shape == self.shape and x.stride() == self.strides
         if cast is not None and is_known and is_aligned:
             # The graph's code has made its device the current one.

@@ -37,18 +37,16 @@ from hybridtensor.ops.cast.request import (
 )
 from hybridtensor.ops.cast.tiles import MEASURED, PER_ROW, KernelFace, Tiling, computed, tile_of
 from hybridtensor.ops.face import Face
-from hybridtensor.ops.kernel_library import is_current, on_device
+from hybridtensor.ops.kernel_library import ALIGNMENT, is_current, on_device
 from hybridtensor.ops.library import is_captured
 from hybridtensor.ops.prologue import NONE as NO_PROLOGUE
 from hybridtensor.ops.prologue import Prologue, like_rows
 
 _logger = logging.getLogger("hybridtensor")
 
-_ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
-
 
 _Amax: TypeAlias = tuple[torch.Size, bool] | None
-"""Of a given amax: its shape, and whether its address is a multiple of ``_ALIGNMENT``."""
+"""Of a given amax: its shape, and whether its address is a multiple of ``ALIGNMENT``."""
 
 
 def _size(amax: _Amax) -> int:
@@ -77,7 +75,7 @@ _MOST_CASTS = 4096
 
 def cast_on_gpu(x: Tensor, request: CastRequest, inputs: CastInputs) -> PreparedCast:
     """Return the cached cast of a non-empty ``x``: by kernels, or by the definition for formats without kernels."""
-    matrix = request, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % _ALIGNMENT == 0
+    matrix = request, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT == 0
     key = matrix if inputs is NO_INPUTS else (*matrix, *_kinds(inputs))
     cast = _CASTS.get(key)
     if cast is None:
@@ -141,10 +139,10 @@ def _kinds(
     return (
         inputs.encode_scale is not None,
         None if (record := inputs.record) is None else record.dtype,
-        None if row_amax is None else (row_amax.shape, row_amax.data_ptr() % _ALIGNMENT == 0),
+        None if row_amax is None else (row_amax.shape, row_amax.data_ptr() % ALIGNMENT == 0),
         None
         if column_amax is None
-        else (column_amax.shape, column_amax.data_ptr() % _ALIGNMENT == 0),
+        else (column_amax.shape, column_amax.data_ptr() % ALIGNMENT == 0),
         None if prologue is None else (*prologue.key(), prologue.is_readable()),
     )
 
@@ -393,4 +391,4 @@ class KernelCast(PreparedCast):
             self.cast(x, outs, amaxes, NO_INPUTS._replace(prologue=prologue))
             now = amaxes[0] if self.task.faces[0].kind == TENSOR else amaxes[1]
         # The next cast reads it in a kernel that was compiled for aligned addresses, and on this stream only.
-        hint.amax, hint.stream = now if now.data_ptr() % _ALIGNMENT == 0 else None, stream
+        hint.amax, hint.stream = now if now.data_ptr() % ALIGNMENT == 0 else None, stream

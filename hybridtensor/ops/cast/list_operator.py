@@ -26,9 +26,9 @@ from hybridtensor.ops.cast.request import (
     parse_request,
     to_measure,
 )
+from hybridtensor.ops.kernel_library import ALIGNMENT
 from hybridtensor.ops.library import define, is_captured
 
-_ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
 _NUMBERS = 4  # of four bytes: records begin at multiples of 16 bytes
 _MOST_REGIONS = 1024
 
@@ -223,13 +223,13 @@ def _distances(amaxes: list[Tensor]) -> list[int]:
     if not amaxes:
         return []
     first, *others = [amax.data_ptr() for amax in amaxes]
-    return [first % _ALIGNMENT, *[address - first for address in others]]
+    return [first % ALIGNMENT, *[address - first for address in others]]
 
 
 def _together(amaxes: list[Tensor]) -> list[Tensor]:
     """Copy amaxes into one buffer, unless they are in one, of which the first is where kernels expect it."""
     in_one = len({amax.untyped_storage().data_ptr() for amax in amaxes}) <= 1
-    if in_one and not (amaxes and amaxes[0].data_ptr() % _ALIGNMENT):
+    if in_one and not (amaxes and amaxes[0].data_ptr() % ALIGNMENT):
         return amaxes
     return list(torch.cat(amaxes).split([len(amax) for amax in amaxes]))
 

@@ -89,15 +89,15 @@ class PreparedList:
             cast.run_into(xs[i], out, inputs)
         if self._together:
             chosen = [xs[i] for i in self._together]
-            given = self._inputs if self._measured is None else self._with_amaxes(chosen)
+            measured = self._measured
+            given = self._inputs if measured is None else self._with_amaxes(chosen, measured)
             if self._cast is None:
                 distances = Distances.of(chosen, given)
                 self._cast = ListCast(chosen, self._request, distances, self._outs)
             self._cast.run_into(chosen, given, self._outs)
 
-    def _with_amaxes(self, xs: Sequence[Tensor]) -> list[CastInputs]:
+    def _with_amaxes(self, xs: Sequence[Tensor], request: CastRequest) -> list[CastInputs]:
         """Measure the missing amaxes, and return the inputs with them."""
-        request = self._measured or CastRequest(None)
         if self._measurement is None:
             self._measurement = ListMeasurement(xs, request, Distances.of(xs, ()))
         found = zip(self._inputs, self._measurement.run(xs), strict=True)

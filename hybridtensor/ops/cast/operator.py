@@ -43,7 +43,7 @@ def _reference(x: Tensor, request: str, *inputs: object) -> list[Tensor]:
 def _taken(x: Tensor, *inputs: Any) -> tuple[CastInputs, list[Tensor]]:
     """Convert the operator's arguments to a cast's inputs, and the amaxes to return, if any."""
     taken, of_graph = CastInputs(*inputs[:_NUM_INPUTS]), inputs[_NUM_INPUTS:]
-    num_amaxes = of_graph[1] if len(of_graph) > 1 else 0  # torch leaves out what is as by default
+    num_amaxes = of_graph[1] if len(of_graph) > 1 else 0  # torch drops what has its default
     returned = [x.new_zeros(num_amaxes, dtype=torch.float32)] if num_amaxes else []
     return taken._replace(amax_record=returned[0]) if returned else taken, returned
 

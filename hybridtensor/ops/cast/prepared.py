@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from hybridtensor.ops.cast.request import CastInputs, CastRequest
 from hybridtensor.ops.face import Face, TensorLayout, numeric_layouts
+from hybridtensor.ops.kernel_library import ALIGNMENT
 
 Faces = tuple[Face | None, Face | None]
 """The rowwise face and the columnwise face; None where one was not asked for."""
-
-_ALIGNMENT = 16  # bytes: kernels are compiled for such addresses
 
 
 class PreparedCast(ABC):
@@ -73,7 +72,7 @@ def can_hold(out: list[Tensor], x: Tensor, request: CastRequest) -> bool:
     if not all(type(t) in (Tensor, nn.Parameter) and t.device == x.device for t in (x, *out)):
         return False
     for tensor, layout in zip(out, layouts, strict=True):
-        if not layout.is_of(tensor) or tensor.data_ptr() % _ALIGNMENT:
+        if not layout.is_of(tensor) or tensor.data_ptr() % ALIGNMENT:
             return False
     return not _overlap([x, *out])
 
