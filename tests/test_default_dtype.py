@@ -9,8 +9,8 @@ from hybridtensor import recipes
 
 
 @pytest.fixture
-def default_bf16():
-    yield lambda: torch.set_default_dtype(torch.bfloat16)
+def default():
+    yield torch.set_default_dtype
     torch.set_default_dtype(torch.float32)
 
 
@@ -30,11 +30,12 @@ def trained(recipe, common, before=lambda: None):
     return model.state_dict()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(
     ("recipe", "common"), [*((name, False) for name in recipes.RECIPES), ("fp8", True), ("nvfp4", True)]
 )
-def test_no_bit_depends_on_it(recipe, common, default_bf16):
-    expected, got = trained(recipe, common), trained(recipe, common, default_bf16)
+def test_no_bit_depends_on_it(recipe, common, dtype, default):
+    expected, got = trained(recipe, common), trained(recipe, common, lambda: default(dtype))
     assert expected.keys() == got.keys()
     for name, value in got.items():
         assert value.dtype == expected[name].dtype, name

@@ -16,6 +16,7 @@ import torch.nn.utils as utils
 from processes import call
 from rich.console import Console
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, stack_module_state
 from torch.nn.utils import parametrizations, prune
 from torch.overrides import TorchFunctionMode
@@ -168,6 +169,22 @@ TRANSFORMS = {
 def test_transforms_raise(name):
     with pytest.raises(NotImplementedError, match=r"no rule for torch\.func transforms"):
         TRANSFORMS[name](model("fp8"), dict(model().named_parameters()))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_forward_mode_differentiation_raises(trained):
+    """Where nothing requires a gradient the tangent was None, which torch takes for zero."""
+    net = model("fp8").requires_grad_(trained)
+    with forward_ad.dual_level():
+        net(X)  # nothing follows it
+        with pytest.raises(NotImplementedError, match="no rule for forward-mode differentiation"):
+            net(forward_ad.make_dual(X, torch.ones_like(X)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_traces_of_torchscript_raise():
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace cannot record quantized products"):
+        torch.jit.trace(model("fp8"), X)
 
 
 def test_persistent_weights_are_parameters():

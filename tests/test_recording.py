@@ -145,6 +145,22 @@ def other_weights(net, run, x):
         net.load_state_dict(before)
 
 
+def averaged_weights(net, run, x):
+    before = [p.detach().clone() for p in net.parameters()]
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(50)
+        run(x)
+        for p, own in zip(net.parameters(), before, strict=True):
+            p.copy_(own)
+
+
+def frozen_weights(net, run, x):
+    net.requires_grad_(False)
+    run(x)
+    net.requires_grad_(True)
+
+
 def attribution(net, run, x):
     with ht.without_recording(net):
         y = run(x.requires_grad_())
@@ -156,7 +172,10 @@ def gradients_of_nobody(net, run, x):
         torch.autograd.grad(run(x).sum(), list(net.parameters()))
 
 
-APART = [forward_alone, forward_in_evaluation, other_weights, attribution, gradients_of_nobody]
+APART = [
+    *(forward_alone, forward_in_evaluation, other_weights, averaged_weights, frozen_weights, attribution),
+    gradients_of_nobody,
+]
 
 
 @pytest.mark.parametrize(

@@ -783,6 +783,29 @@ class TestStochasticRounding:
         assert [again[i].quantization_state.rounding[0].item() for i in (0, 1)] == keys
 
 
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+def test_a_part_of_a_model_is_loaded_without_the_state_of_the_rest(recipe):
+    """As of adapters; the weight of a layer without its state begins anew."""
+
+    def values(layer):
+        return [buffer.clone() for buffer in layer.quantization_state.buffers()]
+
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)), torch.randn(16, 32)
+    ht.quantize_(net, recipe)
+    for _ in range(2):
+        (100 * net(x)).sum().backward()
+        ht.step_(net)
+    versions, before = [net[i].quantization_state.version for i in (1, 2)], [values(net[i]) for i in (1, 2)]
+    net.load_state_dict({"0.weight": net[0].weight.detach().clone()}, strict=False)
+    assert versions == [net[i].quantization_state.version for i in (1, 2)]
+    for layer, own in zip(net[1:], before, strict=True):
+        assert all(map(torch.equal, values(layer), own))
+    net.load_state_dict({"1.weight": net[1].weight.detach().clone()}, strict=False)
+    assert not all(map(torch.equal, values(net[1]), before[0]))
+    assert all(map(torch.equal, values(net[2]), before[1]))
+
+
 ROUNDED_AT_RANDOM = dataclasses.replace(HybridConfig.parse("nvfp4"), weight=ht.NVFP4Quantizer(rounding="stochastic"))
 
 

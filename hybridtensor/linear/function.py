@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.autograd import forward_ad
 
 from hybridtensor.arguments import require_kind, require_tensor, wrong
 from hybridtensor.linear.input_operands import input_operand
@@ -84,7 +85,7 @@ def linear(
         TypeError: If the input is not a dense floating-point tensor, or another argument of the wrong kind.
         ValueError: If shapes, dtypes or devices do not match, or a required face is missing.
     """
-    require_plain_autograd()
+    require_plain_autograd(input)
     if not isinstance(weight, WEIGHTS):
         raise wrong("linear", "a weight of quantize_", weight, "call F.linear for others")
     if operand is not None:
@@ -172,13 +173,29 @@ def _require_no_gradient(weight: Weight) -> None:
         )
 
 
-def require_plain_autograd() -> None:
-    """Raise NotImplementedError in a ``torch.func`` transform."""
+def require_plain_autograd(input: object = None) -> None:
+    """Raise NotImplementedError in a ``torch.func`` transform, in ``torch.jit.trace``, or for an ``input`` that
+    forward-mode differentiation follows."""
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "linear: quantized products have no rule for torch.func transforms (vmap, grad, jvp); call plain_ on a "
             "copy of the model, or loop"
         )
+    if forward_ad._current_level >= 0 and isinstance(input, Tensor) and _is_dual(input):
+        raise NotImplementedError(
+            "linear: quantized products have no rule for forward-mode differentiation (torch.autograd.forward_ad); "
+            "call plain_ on a copy of the model"
+        )
+    if torch._C._is_tracing():
+        raise NotImplementedError(
+            "linear: torch.jit.trace cannot record quantized products; use torch.compile or torch.export, or call "
+            "plain_ on a copy of the model"
+        )
+
+
+def _is_dual(x: Tensor) -> bool:
+    """Return whether forward-mode differentiation follows a tensor."""
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def require_own_tokens(input: object) -> None:

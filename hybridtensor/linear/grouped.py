@@ -46,7 +46,7 @@ def grouped_linear(input: Tensor, weight: Weight, ends: Tensor) -> Tensor:
         ValueError: If shapes, dtypes or devices do not go together, or offsets decrease or are
             beyond the tokens (found on the CPU; on a GPU with ``debug(offsets=True)``).
     """
-    require_plain_autograd()
+    require_plain_autograd(input)
     dtype = weight.dtype
     if autocasts(weight.device.type) and isinstance(input, Tensor) and input.is_floating_point():
         dtype = torch.get_autocast_dtype(weight.device.type)

@@ -61,7 +61,7 @@ def sharded_linear(input: Tensor, weight: DTensor, bias: DTensor | None = None) 
         TypeError: If the input or bias is a plain tensor.
         ValueError: If they are on different meshes.
     """
-    require_plain_autograd()
+    require_plain_autograd(input)
     if any(placement != Shard(0) for placement in weight.placements):
         require_own_tokens(input)
     mesh, last = weight.device_mesh, input.dim() - 1

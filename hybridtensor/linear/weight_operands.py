@@ -162,7 +162,9 @@ class TracedMaster(Operand):
             context = measured_in_backward(context, weight.config.weight)
         with weight_casts():
             self._amaxes = weight.amaxes(dtype) if needs.input else (None, None)
-            row, _ = weight.quantized(True, False, dtype, amaxes=self._amaxes, context=context)
+            row, _ = weight.quantized(
+                True, False, dtype, record=any(needs), amaxes=self._amaxes, context=context
+            )
         super().__init__(row, None)
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtensor.ops.kernel_library import Launch, on_device
 from hybridtensor.ops.library import define, implement, is_captured
@@ -74,7 +75,9 @@ class AmaxRecord:
         """Allocate fp32 zeros ``[S]`` for the casts of one forward and its backward."""
         if self._spare and not is_captured():
             return self._spare.pop()
-        with torch.inference_mode(False):
+        # Out of sight of dispatch modes: what was spare in the first pass of selective checkpointing is none in its
+        # second, which looks for the results of the same operators.
+        with torch.inference_mode(False), _disable_current_modes():
             return torch.zeros_like(self.total)
 
     def commit(self, amax: Tensor) -> None:

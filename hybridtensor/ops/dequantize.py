@@ -95,8 +95,9 @@ def _define(
 
 def _two_level(values: Tensor, scale: Tensor, tensor_scale: Tensor, fmt: Format) -> Tensor:
     """Multiply in the order of the kernels: ``element * ((scale * amax) * (1 / 2688))``."""
-    # Powers of two, which change no rounding
-    shift = torch.where(tensor_scale > _LARGE, _SMALLER, 1.0)
+    # Powers of two, which change no rounding; of two numbers ``torch.where`` would make the default dtype
+    one = torch.ones_like(tensor_scale)
+    shift = torch.where(tensor_scale > _LARGE, _SMALLER, one)
     unit = (1.0 / torch.tensor(fmt.tensor_scale_max, dtype=torch.float32, device="cpu")).item()
     combined = (scale.float() * (tensor_scale * shift)) * unit
     return values * spread(combined, fmt.block, values.shape) / shift

@@ -59,6 +59,7 @@ class LayerState(StateModule):
         ranks: The ranks that train the layer together.
         version: Counts changes of what the weight is quantized by, for caches of its faces.
         steps: Number of calls of ``step_``, those of skipped steps included.
+        steps_change_weight: Whether the weight's faces depend on the step: delayed scales, or random numbers or signs.
         replayed: Whether a step went into a CUDA graph: its replays change the state without being counted.
     """
 
@@ -83,7 +84,7 @@ class LayerState(StateModule):
         self.common: CommonAmax | None = None
         self.ranks = ALL_RANKS
         self.version = self.steps = 0
-        self.replayed = self._steps_change_weight = False
+        self.replayed = self.steps_change_weight = False
         self.hints: dict[str, Hint] = {}
         self._left: Tensor | None = None  # a counter that no recipe needs at the moment
         self._lineage = Lineage()
@@ -212,7 +213,7 @@ class LayerState(StateModule):
     ) -> None:
         """Create the scales of ``rules``, and a counter for ``stochastic`` roles if any, keeping existing ones."""
         delayed = any(slot.startswith("weight") for slot in rules)
-        self._steps_change_weight = delayed or "weight" in stochastic
+        self.steps_change_weight = delayed or "weight" in stochastic
         if not stochastic:
             self._left, self.rounding = self.rounding if self._left is None else self._left, None
         elif self.rounding is None:
@@ -260,7 +261,7 @@ class LayerState(StateModule):
         """Increment the step; ``replayed`` if it was captured in a CUDA graph."""
         own = self.__dict__  # Module.__setattr__ would look through parameters and buffers first
         own["steps"] += 1
-        own["version"] += own["_steps_change_weight"]
+        own["version"] += own["steps_change_weight"]
         own["replayed"] = own["replayed"] or replayed
         own["recorded"] = own["unrecorded"] = False
 
@@ -341,7 +342,7 @@ class LayerState(StateModule):
         buffers = {FORMER_NAMES.get(name, name): b for name, b in state["_buffers"].items()}
         state.pop("group", None)  # of former versions
         amax = state.pop("amax")
-        since = {"recording": True, "common": None, "steps": 0, "_steps_change_weight": True}
+        since = {"recording": True, "common": None, "steps": 0, "steps_change_weight": True}
         since |= dict.fromkeys(("recorded", "unrecorded", "multiplied"), False)
         own = {"hints": {}, "ranks": ALL_RANKS} | since | state | {"_buffers": buffers}
         super().__setstate__(own)  # type: ignore[no-untyped-call]
@@ -350,10 +351,13 @@ class LayerState(StateModule):
         self.set_lineage(digest(self.slots, self.encode_scale, self.amax_history))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """Load the buffers; without any in the checkpoint (a plain model's) the state is reset."""
+        """Load the buffers; reset them where the checkpoint has the layer without them, as of a plain model."""
         # The last argument of torch's private method: messages that load_state_dict raises together.
         errors: list[str] = args[-1]
         take_former_names(state_dict, prefix)
+        of_layer = prefix[:-1].rpartition(".")[0]
+        if not any(key.startswith(f"{of_layer}." if of_layer else "") for key in state_dict):
+            return  # a part of the model is loaded, without this layer
         if not any(key.startswith(prefix) for key in state_dict):
             self.reset_parameters()
         elif self._fits(state_dict.get(f"{prefix}layout"), prefix, errors):

@@ -170,7 +170,7 @@ class FaceCache:
         again = self._is_reused or (not trained and self._evaluations > 1)
         frees = policy == "never" or (policy == "auto" and not again)
         lacks = not self._views
-        for view in self._views.values():
+        for view in list(self._views.values()):  # another thread may clear them
             lacks = lacks or view.column is None
             if frees:
                 view.row = None
@@ -201,7 +201,7 @@ class FaceCache:
         return None if row is None or row.format.values_of is not None else row
 
     def faces(self) -> list[Face]:
-        found = (face for view in self._views.values() for face in (view.row, view.column))
+        found = (face for view in list(self._views.values()) for face in (view.row, view.column))
         return [face for face in found if face is not None]
 
     @property

@@ -176,21 +176,21 @@ class WeightRecord:
         """Count what others wrote, or may have written, since the last use of ``plain``."""
         # Besides torch's count, each use while an alias exists counts as a write, and one more use after it: its holder
         # may have written in between.
-        holders = self._holders
         self.count_writes(plain, version)
-        # see ``is_shared``
-        shared = _use_count(plain.untyped_storage()._cdata) > len(holders) + 1
+        shared = self.is_shared(plain)
         if shared or self.is_held_elsewhere:
             self.changes += 1
             self.is_held_elsewhere = shared
 
     def is_shared(self, plain: Tensor) -> bool:
-        """Return whether someone else holds memory of ``plain`` now."""
+        """Return whether someone else holds memory of ``plain`` now, maybe another process."""
         # Each living tensor over a storage counts once in the storage's use count, and the storage object that is asked
         # counts once more. ``torch._C._storage_Use_Count`` is private; ``tests/subclasses/test_record.py`` fails where
         # it counts otherwise.
         storage = plain.untyped_storage()
-        return _use_count(storage._cdata) > len(self._holders) + 1
+        if _use_count(storage._cdata) > len(self._holders) + 1:
+            return True
+        return not plain.is_cuda and storage.is_shared()  # of CUDA always true
 
 
 def version_of(tensor: Tensor) -> int:

@@ -7,9 +7,10 @@ import warnings
 import pytest
 import tiers
 import torch
+import torch.distributed as dist
 from processes import here
 from sharding import Block, batch, make, mesh_of, same_bits, same_draws, shard, train, whole
-from tiers import few, in_turn
+from tiers import covered, few, in_turn
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -508,6 +509,38 @@ def unrecorded_forwards(rank, backward):
 @pytest.mark.parametrize("backward", [False, True])
 def test_forwards_without_recording_before_a_step(backward, two):
     two.run(unrecorded_forwards, backward)
+
+
+def evaluated_before_the_step(rank, recipe, persistent):
+    """FSDP2 leaves the root gathered after an evaluation, with signs or scales of the step that ends then."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(128, 128, bias=False) for _ in range(2))
+    model = ht.quantize_(nn.Sequential(*layers).to(here(), torch.bfloat16), recipe, persistent=persistent)
+    twin = copy.deepcopy(model)
+    fully_shard(model[0], mesh=mesh_of(rank, 2))
+    fully_shard(model, mesh=mesh_of(rank, 2))
+    wrap = ht.optim.MasterWeights if persistent else lambda cls, parameters, **options: cls(parameters, **options)
+    pairs = [(m, wrap(torch.optim.SGD, m.parameters(), lr=0.1)) for m in (model, twin)]
+    tokens = torch.randn(5, 32, 128).to(here(), torch.bfloat16)
+    for step in range(4):
+        losses = []
+        for m, optimizer in pairs:
+            losses.append(m(tokens[step]).square().mean())
+            losses[-1].backward()
+            for p in m.parameters() if m is twin else ():
+                dist.all_reduce(p.grad, op=dist.ReduceOp.SUM)
+                p.grad.div_(2)
+            optimizer.step()
+            optimizer.zero_grad()
+            with ht.without_recording(m), torch.no_grad():
+                m(tokens[-1])
+            ht.step_(m)
+        assert torch.equal(*losses), (step, losses)
+
+
+@pytest.mark.parametrize(("recipe", "persistent"), covered(["quartet2", "fp8_delayed", "nvfp4"], [False, True]))
+def test_an_evaluation_between_the_optimizers_step_and_the_models(recipe, persistent, two):
+    two.run(evaluated_before_the_step, recipe, persistent)
 
 
 def stepped_while_gathered(rank, persistent):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import ctypes
 import io
 import pickle
 
@@ -13,6 +14,7 @@ import hybridtensor as ht
 from hybridtensor import Float8Quantizer, HybridConfig, MasterWeight
 from hybridtensor.ops import library
 from hybridtensor.subclasses import master_tensor
+from hybridtensor.subclasses.face_cache import CachedFaces, FaceCache
 from hybridtensor.subclasses.operators import master as operators
 from hybridtensor.subclasses.quantizing import face_tensors
 from hybridtensor.testing import random_tensor
@@ -318,3 +320,38 @@ def test_flattened_for_a_graph_as_the_layer_is_now():
         assert now != before
         assert now == weight.detach().__tensor_flatten__()  # made anew
         before = now
+
+
+@pytest.mark.parametrize("shared", ["before", "inner"])
+def test_writes_of_another_process_are_seen(shared):
+    """Hogwild, or an actor that reads what a learner writes: nothing in this process counts such a write."""
+    layer, x = torch.nn.Linear(64, 64, bias=False), torch.randn(8, 64)
+    if shared == "before":
+        layer.share_memory()
+    ht.quantize_(layer, "fp8")
+    if shared == "inner":
+        layer.weight.plain.share_memory_()
+    with torch.no_grad():
+        first, again = layer(x), layer(x)
+        assert torch.equal(first, again)
+        memory = layer.weight.plain.data_ptr()
+        ctypes.memset(memory, 0, layer.weight.plain.nbytes)
+        assert not layer(x).any()
+
+
+def test_another_thread_may_free_faces_while_a_forward_ends():
+    """Two threads train one model: the backward of one clears what the forward of the other looks through."""
+
+    class Clearing(CachedFaces):
+        @property
+        def column(self):
+            cache.clear()
+
+        @column.setter
+        def column(self, face):
+            """Nothing is there."""
+
+    cache = FaceCache()
+    for use in (cache.faces, lambda: cache.end_forward("auto", trained=True, backward_follows=True)):
+        cache._views.update({place: Clearing() for place in range(3)})
+        use()

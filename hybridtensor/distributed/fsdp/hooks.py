@@ -33,6 +33,8 @@ from hybridtensor.distributed.fsdp.torch_compat import MISSING, Sharded, everyth
 from hybridtensor.dtensor import local
 from hybridtensor.ops import Face
 from hybridtensor.recipes.config import HybridConfig, weight_values
+from hybridtensor.state import LayerState
+from hybridtensor.state.step import after_step
 from hybridtensor.subclasses import FaceTensor, HybridTensor, IdentityTensor, MasterWeight
 from hybridtensor.subclasses.followers import followers
 from hybridtensor.subclasses.high_precision import whole
@@ -54,6 +56,21 @@ def reshard(weights: Iterable[Tensor]) -> None:
     for weight in weights:
         if isinstance(weight, HybridTensor) and weight.record.gathered is not None:
             weight.record.gathered.sharded.reshard()
+
+
+def _after_step(model: nn.Module, states: list[LayerState]) -> None:
+    """Free weights that are still gathered, with faces of the scales, signs or numbers of the step before."""
+    changed = {id(state) for state in states if state.steps_change_weight}
+    if changed:
+        for sharded in everything():
+            if (
+                isinstance(sharded.tensor, InterceptingTensor)
+                and id(sharded.tensor.layer) in changed
+            ):
+                sharded.reshard()
+
+
+after_step.append(_after_step)
 
 
 def find(module: nn.Module, tensor: InterceptingTensor) -> Shard:

@@ -43,7 +43,7 @@ def e2m1_decode(codes: Tensor) -> Tensor:
     magnitude = (codes & (_E2M1_SIGN - 1)).float()
     # The lines that the steps of 0.5, 1 and 2 lie on, each the highest where it holds.
     values = torch.maximum(torch.maximum(magnitude * 0.5, magnitude - 2), magnitude * 2 - 8)
-    return values.copysign(7.5 - codes)
+    return values.copysign(7.5 - codes.float())  # integers would take the default dtype
 
 
 def pack(codes: Tensor) -> Tensor:
