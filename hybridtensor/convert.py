@@ -102,8 +102,7 @@ def quantize_(
     as ``get_output_embeddings()``), routers, their gates (a ``gate`` narrower than its input), layers inside of these
     and ``shared_expert_gate`` stay plain by default; ``explain(model)`` says why. Three-dimensional parameters are
     experts' weights if their first extent is ``num_experts`` of their module. Weights ``[in, out]`` need a class that
-    is GPT-2's or has ``is_transposed = True``. The logger ``hybridtensor`` lists plain layers, and warns of large gates
-    and layers.
+    is GPT-2's or has ``is_transposed = True``. The logger ``hybridtensor`` lists plain layers, and warns of large ones.
 
     Args:
         model: Any module; its layers are found at every depth, the root included.

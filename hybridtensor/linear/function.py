@@ -181,7 +181,8 @@ def require_plain_autograd(input: object = None) -> None:
             "linear: quantized products have no rule for torch.func transforms (vmap, grad, jvp); call plain_ on a "
             "copy of the model, or loop"
         )
-    if forward_ad._current_level >= 0 and isinstance(input, Tensor) and _is_dual(input):
+    followed = forward_ad._current_level >= 0 and isinstance(input, Tensor)
+    if followed and forward_ad.unpack_dual(input).tangent is not None:
         raise NotImplementedError(
             "linear: quantized products have no rule for forward-mode differentiation (torch.autograd.forward_ad); "
             "call plain_ on a copy of the model"
@@ -190,21 +191,6 @@ def require_plain_autograd(input: object = None) -> None:
         raise NotImplementedError(
             "linear: torch.jit.trace cannot record quantized products; use torch.compile or torch.export, or call "
             "plain_ on a copy of the model"
-        )
-
-
-def _is_dual(x: Tensor) -> bool:
-    """Return whether forward-mode differentiation follows a tensor."""
-    return forward_ad.unpack_dual(x).tangent is not None
-
-
-def require_own_tokens(input: object) -> None:
-    """Raise ValueError for an input of ``PrepareModuleInput`` unless the layer is column-parallel: its gradient is a
-    sum over ranks."""
-    if isinstance(input, HybridTensor) and input.is_of_all_ranks:
-        raise ValueError(
-            "linear: hybridtensor.distributed gathered the input of a layer that is not column-parallel; "
-            "give it ColwiseParallel, or prepare the input with torch's PrepareModuleInput"
         )
 
 

@@ -12,9 +12,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from hybridtensor.arguments import require_kind
-from hybridtensor.linear.function import linear, require_own_tokens
+from hybridtensor.linear.function import linear
 from hybridtensor.linear.grouped import batched_linear, grouped_linear
 from hybridtensor.linear.operands import Weight
+from hybridtensor.linear.tensor_parallel import require_own_tokens
 from hybridtensor.ops.autograd import Function
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.intercepting import InterceptingTensor, name_of_weights

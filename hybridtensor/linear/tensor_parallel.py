@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from hybridtensor.dtensor import local
-from hybridtensor.linear.function import linear, require_own_tokens, require_plain_autograd
+from hybridtensor.linear.function import linear, require_plain_autograd
 from hybridtensor.linear.operands import QUANTIZED, Weight
 from hybridtensor.ops.autograd import Function
 from hybridtensor.ops.library import left_whole
 from hybridtensor.state import Section
+from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.wrapper import contiguous_strides
 
 
@@ -142,6 +143,16 @@ class _Elsewhere(Function):
     @staticmethod
     def backward(ctx: object, grad_output: Tensor) -> Tensor:
         return grad_output
+
+
+def require_own_tokens(input: object) -> None:
+    """Raise ValueError for an input of ``PrepareModuleInput`` unless the layer is column-parallel: its gradient is a
+    sum over ranks."""
+    if isinstance(input, HybridTensor) and input.is_of_all_ranks:
+        raise ValueError(
+            "linear: hybridtensor.distributed gathered the input of a layer that is not column-parallel; "
+            "give it ColwiseParallel, or prepare the input with torch's PrepareModuleInput"
+        )
 
 
 def _check(name: str, x: Tensor, weight: DTensor) -> None:

@@ -59,7 +59,7 @@ class LayerState(StateModule):
         ranks: The ranks that train the layer together.
         version: Counts changes of what the weight is quantized by, for caches of its faces.
         steps: Number of calls of ``step_``, those of skipped steps included.
-        steps_change_weight: Whether the weight's faces depend on the step: delayed scales, or random numbers or signs.
+        steps_change_weight: Whether the weight's faces depend on the step, by delayed scales, random numbers or signs.
         replayed: Whether a step went into a CUDA graph: its replays change the state without being counted.
     """
 
@@ -80,11 +80,10 @@ class LayerState(StateModule):
         self.rules: tuple[DelayedRule, ...] = ()
         self._record: AmaxRecord | None = None
         self.recording = True
-        self.unrecorded = self.recorded = self.multiplied = False
+        self.unrecorded = self.recorded = self.multiplied = self.replayed = False
         self.common: CommonAmax | None = None
         self.ranks = ALL_RANKS
-        self.version = self.steps = 0
-        self.replayed = self.steps_change_weight = False
+        self.version, self.steps, self.steps_change_weight = 0, 0, False
         self.hints: dict[str, Hint] = {}
         self._left: Tensor | None = None  # a counter that no recipe needs at the moment
         self._lineage = Lineage()
@@ -253,8 +252,7 @@ class LayerState(StateModule):
             return
         if self._key is None:
             # From torch's generator of the CPU, which ranks that share the layer seed alike.
-            drawn = torch.randint(-(2**63), 2**63 - 1, (), device="cpu")
-            self._key = int(drawn)
+            self._key = int(torch.randint(-(2**63), 2**63 - 1, (), device="cpu"))
         rounding.copy_(torch.tensor([self._key, 0], device="cpu"))
 
     def count_step(self, replayed: bool) -> None:
@@ -355,8 +353,7 @@ class LayerState(StateModule):
         # The last argument of torch's private method: messages that load_state_dict raises together.
         errors: list[str] = args[-1]
         take_former_names(state_dict, prefix)
-        of_layer = prefix[:-1].rpartition(".")[0]
-        if not any(key.startswith(f"{of_layer}." if of_layer else "") for key in state_dict):
+        if not any(key.startswith(prefix[: prefix[:-1].rfind(".") + 1]) for key in state_dict):
             return  # a part of the model is loaded, without this layer
         if not any(key.startswith(prefix) for key in state_dict):
             self.reset_parameters()
