@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybridtensor.distributed.fsdp.hooks import part_of
-from hybridtensor.distributed.fsdp.torch_compat import locate
+from hybridtensor.distributed.fsdp.torch_compat import params_of
 from hybridtensor.dtensor import local
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.recipes.config import KEEP_FACES, HybridConfig
@@ -94,7 +94,7 @@ def check_weight(layer: Layer, persistent: bool) -> None:
             f"{where}: the weight is persistent and has no high-precision value; pass persistent=True"
         )
     stays = isinstance(part, HybridTensor) or (isinstance(part, MasterWeight) and not persistent)
-    if not stays and any(sharded.holds(weight) for sharded in locate(layer.module)):
+    if not stays and any(sharded.holds(weight) for sharded in params_of(layer.module)):
         raise TypeError(
             f"{where}: FSDP2 shards its weight already; call quantize_ before fully_shard"
         )
@@ -102,7 +102,7 @@ def check_weight(layer: Layer, persistent: bool) -> None:
         layer.transposed
         and not layer.is_stack
         and isinstance(weight, DTensor)
-        and not locate(layer.module)
+        and not params_of(layer.module)
     ):
         raise TypeError(
             f"{where}: tensor parallelism shards a {type(layer.module).__name__} with weight [in, out]; leave "
@@ -167,7 +167,7 @@ def check_sizes(layer: Layer, config: HybridConfig) -> None:
         # FSDP2 gathers its parts before they are multiplied: what counts is the matrix that it
         # gathers, whole or a part of tensor parallelism.
         held = [
-            sharded.size for sharded in locate(layer.module) if sharded.tensor is part_of(weight)
+            sharded.size for sharded in params_of(layer.module) if sharded.tensor is part_of(weight)
         ]
         size = held[0] if held else tuple(local(weight).shape)
         if size != tuple(weight.shape):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from hybridtensor.arguments import require_dtype, require_module, shown
 from hybridtensor.distributed.checkpoint.plain import as_part_of
 from hybridtensor.distributed.fsdp.hooks import part_of
-from hybridtensor.distributed.fsdp.torch_compat import everything
+from hybridtensor.distributed.fsdp.torch_compat import all_params
 from hybridtensor.dtensor import local, with_local
 from hybridtensor.linear import layer_forward, sharing
 from hybridtensor.state import LayerState, weight_of_state
@@ -49,7 +49,7 @@ def plain_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     if dtype is not None:
         require_dtype("plain_", dtype)
     converted = {name: p for name, p in model.named_parameters() if is_converted(local(p))}
-    managed = {id(sharded.tensor) for sharded in everything()} if converted else set()
+    managed = {id(sharded.tensor) for sharded in all_params()} if converted else set()
     for name, parameter in converted.items():
         if id(part_of(parameter)) in managed:
             raise RuntimeError(

@@ -18,7 +18,7 @@ from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.distributed.fsdp.planning import plan_of
 from hybridtensor.distributed.fsdp.sending import Weight
 from hybridtensor.distributed.fsdp.shard import Shard, shard_of
-from hybridtensor.distributed.fsdp.torch_compat import Sharded, everything
+from hybridtensor.distributed.fsdp.torch_compat import ShardedParam, all_params
 from hybridtensor.dtensor import local
 from hybridtensor.formats import (
     FP8_E4M3_1X128,
@@ -61,7 +61,7 @@ class Exported(NamedTuple):
     layer: Layer | None = None
     layout: Layout | None = None
     format: Format | None = None
-    sharded: Sharded | None = None
+    sharded: ShardedParam | None = None
     dtype: torch.dtype | None = None
 
     @property
@@ -126,7 +126,7 @@ def exported(who: str, model: nn.Module, layout: str) -> list[Exported]:
     # By what is stored: two layers with a tied weight are one tensor in a checkpoint, under its
     # first name.
     layers = {id(_held(layer.weight)): layer for layer in layers_of(model)}
-    managed = {id(sharded.tensor): sharded for sharded in everything()}
+    managed = {id(sharded.tensor): sharded for sharded in all_params()}
     found = [_of(who, name, value, layers.get(id(value)), managed) for name, value in named(model)]
     quantized = [one for one in found if one.format is not None]
     among = _candidates(quantized)
@@ -165,7 +165,7 @@ def _with_dtypes(model: nn.Module, found: list[Exported]) -> list[Exported]:
 def _let_go(model: nn.Module) -> None:
     """Have FSDP2 undo its gathers of a model: of what is gathered it has computed copies."""
     modules = {id(module) for module in model.modules()}
-    for sharded in everything():
+    for sharded in all_params():
         if any(id(reader) in modules for reader in sharded.readers):
             sharded.reshard()
 
@@ -253,7 +253,7 @@ def _held(value: Tensor) -> Tensor:
 
 
 def _of(
-    who: str, name: str, value: Tensor, layer: Layer | None, managed: dict[int, Sharded]
+    who: str, name: str, value: Tensor, layer: Layer | None, managed: dict[int, ShardedParam]
 ) -> Exported:
     """Return a parameter as it is exported, its layout still to be chosen."""
     part = part_of(value)

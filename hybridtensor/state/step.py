@@ -23,7 +23,7 @@ from hybridtensor.state.step_amaxes import (
     fold_amaxes,
     leaders,
     next_lineages,
-    part_siblings,
+    separate_siblings,
     share_amaxes,
 )
 from hybridtensor.state.training import layer_states, training_of
@@ -194,7 +194,7 @@ def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRa
         for state in of_device:
             state.set_lineage(lineages[state])
         if compares:
-            part_siblings(training_of(model).siblings, of_device, of_siblings)
+            separate_siblings(training_of(model).siblings, of_device, of_siblings)
 
 
 def _groups(

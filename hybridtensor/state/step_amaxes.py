@@ -90,7 +90,7 @@ def _as_numbers(indices: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.cat([found, len(indices) - found])
 
 
-def part_siblings(pending: Pending, states: list[LayerState], largest: Tensor) -> None:
+def separate_siblings(pending: Pending, states: list[LayerState], largest: Tensor) -> None:
     """Part layers that measured equal inputs on some ranks only; ``largest`` are the ``leaders`` of all ranks.
 
     On a GPU the host learns of it in a later step; until then such layers may share a cast, by a scale of one of them.

@@ -297,8 +297,8 @@ class HybridTensor(InterceptingTensor):
 
     def check_shards(self, size: int, dim: int) -> None:
         """Raise ValueError where ``fully_shard`` would cut this weight into shards that cannot be gathered."""
-        if self.config is not None and self.gathering is not None:
-            self.gathering.check_shards(self, size, dim)
+        if self.config is not None and self.fsdp_hooks is not None:
+            self.fsdp_hooks.check_shards(self, size, dim)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values of the more precise face as a plain tensor, in ``dtype`` (default: the nominal dtype).

@@ -24,7 +24,7 @@ _STATE_NAMES = ("state_rounding", "state_encode_scale", "state_amax_address", "s
 _GRAD: Any = torch._C.TensorBase.grad  # torch's getter and setter
 
 
-class Gathering(Protocol):
+class FSDPHooks(Protocol):
     """FSDP2's hooks of a weight, implemented by ``hybridtensor.distributed.fsdp``."""
 
     def pre_all_gather(
@@ -74,7 +74,7 @@ class PreAllGather:
         mp_policy: object,
     ) -> tuple[tuple[Tensor, ...], Any]:
         tensor = self._tensor
-        return _required(tensor.gathering).pre_all_gather(tensor, module)
+        return _required(tensor.fsdp_hooks).pre_all_gather(tensor, module)
 
     # FSDP2 inspects the hook before every gather. ``inspect`` takes this attribute, and is slow for a method.
     __signature__ = inspect.Signature(list(inspect.signature(__call__).parameters.values())[1:])
@@ -104,7 +104,7 @@ class InterceptingTensor(WrapperTensor):
     """
 
     functions: ClassVar[OpTable]
-    gathering: ClassVar[Gathering | None] = None  # hybridtensor.distributed.fsdp enters it
+    fsdp_hooks: ClassVar[FSDPHooks | None] = None  # hybridtensor.distributed.fsdp enters it
     transient_names: ClassVar[tuple[str, ...]] = ("record", "_empty_storage", "_flattened")
     _flattened: _Flattened | None = None
     config: HybridConfig | None
@@ -324,7 +324,7 @@ class InterceptingTensor(WrapperTensor):
         out: Tensor | None = None,
     ) -> object:
         """Return the gathered weight from all ranks' payloads."""
-        return _required(self.gathering).post_all_gather(self, outputs, metadata, param_dtype, out)
+        return _required(self.fsdp_hooks).post_all_gather(self, outputs, metadata, param_dtype, out)
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -338,7 +338,7 @@ class InterceptingTensor(WrapperTensor):
             return func(*args, **(kwargs or {}))
 
 
-def _required(gathering: Gathering | None) -> Gathering:
-    if gathering is None:
+def _required(hooks: FSDPHooks | None) -> FSDPHooks:
+    if hooks is None:
         raise RuntimeError("fully_shard: hybridtensor.distributed is not imported; import it")
-    return gathering
+    return hooks

@@ -222,9 +222,9 @@ def refresh_(weight: HybridTensor, values: Tensor) -> None:
 def refresh_all_(pairs: list[tuple[HybridTensor, Tensor]]) -> None:
     """Quantize new values into several weights, and requantize those with a common scale; see ``refresh_``."""
     pairs = _with_siblings(pairs)
-    gathering = HybridTensor.gathering
+    hooks = HybridTensor.fsdp_hooks
     # Local shards are quantized there, by collectives; what comes back is not sharded.
-    unsharded = pairs if gathering is None else gathering.refresh(pairs)
+    unsharded = pairs if hooks is None else hooks.refresh(pairs)
     for scale, members in by_scale(unsharded, lambda pair: pair[0]):
         # Before the casts below, which read the common scale.
         scale.measure([weight_values(part.recipe, values) for part, values in members])

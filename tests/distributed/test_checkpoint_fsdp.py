@@ -22,13 +22,9 @@ from torch.distributed.fsdp import fully_shard
 import hybridtensor as ht
 from hybridtensor.distributed import checkpoint
 from hybridtensor.dtensor import local
-from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.structure import flatten
 
 SIZES = (1, 2, 3, 4)
-pytestmark = pytest.mark.skipif(
-    not hasattr(InterceptingTensor, "gathering"), reason="converted weights cannot be wrapped by fully_shard here"
-)
 
 
 def make(persistent, mesh, seed=0, recipes=ALL):

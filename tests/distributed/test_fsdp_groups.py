@@ -25,7 +25,7 @@ def noted():
     many weights are cast at once, ``"unpacked"`` once per group.
     """
     found = {"sent": [], "cast": [], "unpacked": 0}
-    gathering, cast, unpack = InterceptingTensor.gathering, Payload.cast, PreparedGather.unpack
+    gathering, cast, unpack = InterceptingTensor.fsdp_hooks, Payload.cast, PreparedGather.unpack
 
     class Noting(type(gathering)):
         @staticmethod
@@ -43,7 +43,7 @@ def noted():
         unpack(self, received)
 
     with (
-        mock.patch.object(InterceptingTensor, "gathering", Noting()),
+        mock.patch.object(InterceptingTensor, "fsdp_hooks", Noting()),
         mock.patch.object(Payload, "cast", casting),
         mock.patch.object(PreparedGather, "unpack", unpacking),
     ):
@@ -224,7 +224,7 @@ def interrupted(rank):
     with torch.no_grad():
         assert same_bits(*(m(batch(0)) for m in (model, twin)))
     model.reshard()
-    gathering = InterceptingTensor.gathering
+    gathering = InterceptingTensor.fsdp_hooks
 
     class Failing(type(gathering)):
         calls = 0
@@ -236,7 +236,7 @@ def interrupted(rank):
                 raise RuntimeError("interrupted")
             return gathering.pre_all_gather(tensor, module)
 
-    failing = mock.patch.object(InterceptingTensor, "gathering", Failing())
+    failing = mock.patch.object(InterceptingTensor, "fsdp_hooks", Failing())
     with failing, pytest.raises(RuntimeError, match="interrupted"):
         model.unshard()
     shrink(model, twin)

@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 import hybridtensor as ht
 from hybridtensor.distributed.fsdp.plan import make_plan
 from hybridtensor.distributed.fsdp.shard import shard_of
-from hybridtensor.distributed.fsdp.torch_compat import locate
+from hybridtensor.distributed.fsdp.torch_compat import params_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -172,7 +172,7 @@ def live_bytes():
 
 
 def gathered_bytes(model):
-    found = [sharded for module in model.modules() for sharded in locate(module)]
+    found = [sharded for module in model.modules() for sharded in params_of(module)]
     shards = [shard_of(sharded) for sharded in found if isinstance(sharded.tensor, ht.MasterWeight)]
     tensors = [tensor for s in shards if s.faces for tensor in s.faces.needed(True, True)]
     outputs = [tensor for sharded in found for tensor in sharded.param.all_gather_outputs]

@@ -19,7 +19,7 @@ from hybridtensor.distributed.fsdp.payload import Payload, Sending, WeightPayloa
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, make_plan
 from hybridtensor.distributed.fsdp.sending import fill
 from hybridtensor.distributed.fsdp.shard import shard_of
-from hybridtensor.distributed.fsdp.torch_compat import locate
+from hybridtensor.distributed.fsdp.torch_compat import params_of
 from hybridtensor.dtensor import local
 
 
@@ -40,7 +40,7 @@ def noted():
 
 
 def shards(model):
-    return [shard_of(s) for module in model.modules() if isinstance(module, nn.Linear) for s in locate(module)[:1]]
+    return [shard_of(s) for module in model.modules() if isinstance(module, nn.Linear) for s in params_of(module)[:1]]
 
 
 def payload_of(shard):

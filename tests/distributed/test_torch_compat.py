@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hybridtensor as ht
 from hybridtensor.distributed.fsdp import torch_compat
-from hybridtensor.distributed.fsdp.torch_compat import Sharded, everything, locate
+from hybridtensor.distributed.fsdp.torch_compat import ShardedParam, all_params, params_of
 
 PACKAGE = Path(ht.__file__).parent
 
@@ -20,12 +20,12 @@ def names_are_there(rank):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(model[0], mesh=init_device_mesh(here(), (2,)))
     fully_shard(model, mesh=init_device_mesh(here(), (2,)), reshard_after_forward=True)
-    (sharded,) = (s for s in locate(model[1]) if s.param._module_info.param_name == "weight")
+    (sharded,) = (s for s in params_of(model[1]) if s.param._module_info.param_name == "weight")
     assert list(sharded.under_the_same_root())
     model(torch.ones(1, 8))
     assert len(list(sharded.under_the_same_root())) == 4
-    assert sharded in list(everything())
-    for name, value in vars(Sharded).items():
+    assert sharded in list(all_params())
+    for name, value in vars(ShardedParam).items():
         if isinstance(value, property):
             getattr(sharded, name)
     assert (sharded.size, sharded.padded_size, sharded.dim, sharded.num_ranks, sharded.rank) == (

@@ -136,18 +136,18 @@ class Bundle:
         self._uncached: Payload | None = None
         self._payload: Payload | None = None
         self._received: tuple[Tensor, ...] = ()
-        self._time, self._may_cache = -1, False
+        self._generation, self._may_cache = -1, False
 
     # -- before the gather
 
     def prepare(
-        self, parts: Sequence[Weight], time: int, recorded: bool
+        self, parts: Sequence[Weight], generation: int, recorded: bool
     ) -> list[HookResult] | None:
         """Quantize the local shards that changed since the last payload; return each weight's hook result, or None
         to copy it first."""
-        if self._time != time:
+        if self._generation != generation:
             replayed = any(shard.replayed for shard in self._shards)
-            self._time, self._may_cache = time, self._caches and not replayed
+            self._generation, self._may_cache = generation, self._caches and not replayed
         caches = self._may_cache and not recorded
         # FSDP2 copies an offloaded shard to the device in each gather, and calls the hook of the
         # copy: only then is there something to quantize. On a mesh of CPUs the copy is the shard
@@ -158,11 +158,11 @@ class Bundle:
         self._payload, comes_later = payload, self._is_offloaded and not caches
         if not caches and not comes_later:
             self._quantize(payload, range(len(parts)), parts, caches=False)
-        elif caches and payload.time != time:
+        elif caches and payload.generation != generation:
             pairs = zip(self._shards, payload.weights, strict=True)
             old = [i for i, (shard, share) in enumerate(pairs) if share.seen is not shard.seen]
             self._quantize(payload, old, parts, caches=True)
-            payload.time = time
+            payload.generation = generation
         gather: PreparedGather = payload.gathers[self]
         self._shards[self.sender].sharded.gather_into(gather.buffers)
         return None if comes_later else gather.results

@@ -12,7 +12,7 @@ from hybridtensor.distributed.fsdp.bundle import Bundle
 from hybridtensor.distributed.fsdp.payload import Payload
 from hybridtensor.distributed.fsdp.sending import HookResult, Sent, Weight
 from hybridtensor.distributed.fsdp.shard import Shard, shard_of
-from hybridtensor.distributed.fsdp.torch_compat import Sharded
+from hybridtensor.distributed.fsdp.torch_compat import ShardedParam
 from hybridtensor.ops.library import is_recorded
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.intercepting import InterceptingTensor
@@ -40,9 +40,9 @@ class Gather:
             self._bundles.append((bundle, indices))
             self._places.update({i: (bundle, number) for number, i in enumerate(indices)})
         self._shards = group.shards
-        self._needed: list[tuple[Sharded, list[Tensor]]] = []
+        self._needed: list[tuple[ShardedParam, list[Tensor]]] = []
 
-    def begin(self, parts: Sequence[Weight], time: int) -> Sequence[HookResult | None]:
+    def begin(self, parts: Sequence[Weight], generation: int) -> Sequence[HookResult | None]:
         """Prepare the payload of all weights; return the hook result of each, or None where it must be copied first."""
         if len(self._needed) < len(self._shards):  # faces are known after the first gather
             pairs = [
@@ -57,8 +57,8 @@ class Gather:
         recorded = is_recorded()
         for bundle, indices in self._bundles:
             if len(indices) == len(parts):
-                return bundle.prepare(parts, time, recorded) or results
-            own = bundle.prepare([parts[index] for index in indices], time, recorded)
+                return bundle.prepare(parts, generation, recorded) or results
+            own = bundle.prepare([parts[index] for index in indices], generation, recorded)
             if own is not None:
                 known = dict(zip(indices, own, strict=True))
                 results = [known.get(index, result) for index, result in enumerate(results)]
@@ -79,14 +79,14 @@ class WeightGroup:
 
     # FSDP2 calls the first hook of each weight in order: the first call prepares the payload of all.
 
-    def __init__(self, sharded: Sharded) -> None:
+    def __init__(self, sharded: ShardedParam) -> None:
         self._sharded = sharded
         self.shards: list[Shard] = []
         self.payloads: dict[tuple[Shard, ...], Payload] = {}
         self._gathers: dict[tuple[bool, bool], Gather] = {}
         self._kinds: list[type] = []
         self._indices: list[int] = []  # of the weights among all parameters
-        self._time = 0
+        self._generation = 0  # counts writes of the shards
         self._gather: Gather | None = None
 
     def send(self, shard: Shard, tensor: Weight) -> HookResult:
@@ -114,11 +114,11 @@ class WeightGroup:
         # what another one is scaled by.
         for shard, part in zip(self.shards, parts, strict=True):
             if shard.check_writes(part, adopts=adopts):
-                self._time += 1
+                self._generation += 1
         for shard, part in zip(self.shards, parts, strict=True):
             if shard.seen is None:  # magnitudes were reduced for a later one
                 shard.check_writes(part, adopts=adopts)
-                self._time += 1
+                self._generation += 1
         sharded.reshard_to_all_ranks()
         wants = sharded.wants()
         gather = self._gathers.get(wants)
@@ -126,7 +126,7 @@ class WeightGroup:
             if not self._gathers:
                 self._drop_old_plans()
             gather = self._gathers[wants] = Gather(self, wants)
-        results = gather.begin(parts, self._time)
+        results = gather.begin(parts, self._generation)
         for shard, part, result in zip(self.shards, parts, results, strict=True):
             shard.prepared = part, result
         return gather
@@ -154,7 +154,7 @@ class WeightGroup:
                 self.payloads.pop(shards, None)
 
 
-def group_of(sharded: Sharded) -> WeightGroup:
+def group_of(sharded: ShardedParam) -> WeightGroup:
     """Return the group of an FSDP2 parameter, created at the first call."""
     # An attribute of FSDP2's own record, as for ``shard_of``
     group: WeightGroup | None = getattr(sharded.group, "_hybridtensor_group", None)

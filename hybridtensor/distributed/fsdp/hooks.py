@@ -29,7 +29,7 @@ from hybridtensor.distributed.fsdp.planning import matrix_plan, plan_of
 from hybridtensor.distributed.fsdp.sending import HookResult, Sent
 from hybridtensor.distributed.fsdp.shard import Shard, shard_of
 from hybridtensor.distributed.fsdp.stack_plan import stack_plan
-from hybridtensor.distributed.fsdp.torch_compat import MISSING, Sharded, everything, locate
+from hybridtensor.distributed.fsdp.torch_compat import MISSING, ShardedParam, all_params, params_of
 from hybridtensor.dtensor import local
 from hybridtensor.ops import Face
 from hybridtensor.recipes.config import HybridConfig, weight_values
@@ -62,7 +62,7 @@ def _after_step(model: nn.Module, states: list[LayerState]) -> None:
     """Free weights that are still gathered, with faces of the scales, signs or numbers of the step before."""
     changed = {id(state) for state in states if state.steps_change_weight}
     if changed:
-        for sharded in everything():
+        for sharded in all_params():
             if (
                 isinstance(sharded.tensor, InterceptingTensor)
                 and id(sharded.tensor.layer) in changed
@@ -79,7 +79,7 @@ def find(module: nn.Module, tensor: InterceptingTensor) -> Shard:
     known: Shard | None = None if record.shard is None else record.shard()
     if known is not None and _is_part(known, tensor):
         return known
-    for sharded in locate(module):
+    for sharded in params_of(module):
         if isinstance(sharded.tensor, InterceptingTensor):
             shard = shard_of(sharded)
             if _is_part(shard, tensor):
@@ -108,7 +108,7 @@ def shard_of_part(part: HybridTensor) -> Shard | None:
     known: Shard | None = None if record.shard is None else record.shard()
     if known is not None and _record_of(known.sharded) is record:
         return known
-    for sharded in everything():
+    for sharded in all_params():
         if _record_of(sharded) is record:
             shard = shard_of(sharded)
             record.shard = weakref.ref(shard)
@@ -127,12 +127,12 @@ def _is_apart(shard: Shard, view: HybridTensor) -> bool:
     )
 
 
-def _record_of(sharded: Sharded) -> WeightRecord | None:
+def _record_of(sharded: ShardedParam) -> WeightRecord | None:
     tensor = sharded.tensor
     return tensor.record if isinstance(tensor, HybridTensor) else None
 
 
-class _Gathering:
+class _FSDPHooks:
     """The two FSDP2 hooks, ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``; see ``InterceptingTensor``."""
 
     @staticmethod
@@ -205,7 +205,7 @@ class _Gathering:
         return others
 
 
-InterceptingTensor.gathering = _Gathering()
+InterceptingTensor.fsdp_hooks = _FSDPHooks()
 
 
 def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
@@ -314,7 +314,7 @@ class Gathers(NamedTuple):
 
 def gathers(module: nn.Module, weight: Tensor) -> Gathers | None:
     """Describe what FSDP2 all-gathers of a converted weight; None without FSDP2."""
-    for sharded in locate(module):
+    for sharded in params_of(module):
         tensor = sharded.tensor
         if not isinstance(tensor, (MasterWeight, HybridTensor)) or sharded.num_ranks == 1:
             continue
@@ -378,7 +378,7 @@ def expect_recompute_(model: nn.Module, expected: bool | None) -> nn.Module:
     if expected is not None:
         require_flag("expect_recompute_", expected=expected)
     modules = set(model.modules())
-    for sharded in everything():
+    for sharded in all_params():
         is_ours = isinstance(sharded.tensor, (MasterWeight, HybridTensor))
         if is_ours and not modules.isdisjoint(sharded.readers):
             shard_of(sharded).expect(expected)

@@ -208,7 +208,7 @@ class Payload:
         self._bytes = torch.empty(self.layout.nbytes, dtype=torch.uint8, device=device)
         self._order = StreamOrder()
         self.gathers: dict[object, Any] = {}
-        self.time = -1
+        self.generation = -1
         self._casts: tuple[list[PayloadCast], list[tuple[list[int], PreparedList]]] = [], []
         self.weights = [
             WeightPayload(

@@ -6,14 +6,14 @@ from torch import Tensor
 
 from hybridtensor.distributed.fsdp.plan import Plan, make_plan
 from hybridtensor.distributed.fsdp.stack_plan import stack_plan
-from hybridtensor.distributed.fsdp.torch_compat import Sharded
+from hybridtensor.distributed.fsdp.torch_compat import ShardedParam
 from hybridtensor.linear.kinds import is_linear
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 
 
-def plan_of(sharded: Sharded, config: HybridConfig) -> Plan:
+def plan_of(sharded: ShardedParam, config: HybridConfig) -> Plan:
     """Return the plan by which a weight is gathered with a recipe."""
     size, part = sharded.size, sharded.tensor
     if len(size) == 3 and isinstance(part, InterceptingTensor):

@@ -16,7 +16,7 @@ from hybridtensor.distributed.fsdp.planning import plan_of
 from hybridtensor.distributed.fsdp.scales import Part
 from hybridtensor.distributed.fsdp.sending import HookResult, Sent, Weight, whole_values
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
-from hybridtensor.distributed.fsdp.torch_compat import Sharded, alloc_storage
+from hybridtensor.distributed.fsdp.torch_compat import ShardedParam, alloc_storage
 from hybridtensor.ops import Face
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context, LayerState, StateTensors
@@ -53,7 +53,7 @@ class Shard:
             hook has work to do. None if nothing is prepared.
     """
 
-    def __init__(self, sharded: Sharded) -> None:
+    def __init__(self, sharded: ShardedParam) -> None:
         self.sharded = sharded
         self.config: HybridConfig
         self.plan: Plan
@@ -382,7 +382,7 @@ def common_of(tensor: object) -> CommonScale | None:
     return getattr(layer, "common", None)
 
 
-def shard_of(sharded: Sharded) -> Shard:
+def shard_of(sharded: ShardedParam) -> Shard:
     """Return the shard record of an FSDP2 parameter, created at the first call."""
     # An attribute of FSDP2's own record, so that both end together: a table of ours, even a weak
     # one, would keep the record alive through ``Shard.sharded``

@@ -35,10 +35,10 @@ try:
 except ImportError as error:  # everything but FSDP2 works
     MISSING = str(error)
 
-__all__ = ["MISSING", "Sharded", "alloc_storage", "everything", "free_storage", "locate"]
+__all__ = ["MISSING", "ShardedParam", "all_params", "alloc_storage", "free_storage", "params_of"]
 
 
-class Sharded(NamedTuple):
+class ShardedParam(NamedTuple):
     """A parameter as FSDP2 holds it.
 
     Attributes:
@@ -128,14 +128,14 @@ class Sharded(NamedTuple):
         # in the same order on every rank, and their collectives would hang.
         return self.state._state_ctx
 
-    def under_the_same_root(self) -> Iterator[Sharded]:
+    def under_the_same_root(self) -> Iterator[ShardedParam]:
         """Yield every parameter under the same root, on every rank in the same order."""
         for state in self.context.all_states or [self.state]:
             yield from _parameters(state)
 
-    def of_the_group(self) -> list[Sharded]:
+    def of_the_group(self) -> list[ShardedParam]:
         """Return the parameters of the same FSDP2 group, in its order."""
-        return [Sharded(self.state, self.group, param) for param in self.group.fsdp_params]
+        return [ShardedParam(self.state, self.group, param) for param in self.group.fsdp_params]
 
     def parts_of_the_group(self) -> list[Tensor]:
         """Return the local shards of the same FSDP2 group."""
@@ -230,26 +230,26 @@ class Sharded(NamedTuple):
             self.group.wait_for_unshard()
 
 
-def _parameters(state: FSDPState) -> Iterator[Sharded]:
+def _parameters(state: FSDPState) -> Iterator[ShardedParam]:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch 2.11 has one group
         group = state._fsdp_param_group
         groups = [] if group is None else [group]
     for group in groups:
         for param in group.fsdp_params:
-            yield Sharded(state, group, param)
+            yield ShardedParam(state, group, param)
 
 
-def locate(module: nn.Module) -> list[Sharded]:
+def params_of(module: nn.Module) -> list[ShardedParam]:
     """Return the parameters of ``module`` itself that FSDP2 holds."""
     found = []
-    for sharded in everything():
+    for sharded in all_params():
         if any(reader is module for reader in sharded.readers):
             found.append(sharded)
     return found
 
 
-def everything() -> Iterator[Sharded]:
+def all_params() -> Iterator[ShardedParam]:
     """Yield all parameters that FSDP2 holds in this process."""
     if MISSING:
         return
