@@ -108,10 +108,10 @@ def _put(
     try:
         ranks.each(put)
         # After every rank has written its tensors, so that an error on any rank still leaves data unchanged.
-        ranks.each(restoration.write_data)
+        ranks.each(restoration.fill)
     # Also for a KeyboardInterrupt: between two tensors it would leave a mixture of two steps.
     except BaseException as error:
-        restoration.undo_write_data()
+        restoration.empty()
         staged.put_back()
         for text in snapshot.restore(restoration.begun):
             error.add_note(f"checkpoint.load: {text}")

@@ -168,7 +168,7 @@ class Restoration:
                 own = entries.state[entry].state_dict()
                 entries.state[entry].load_state_dict(_as_in(own, self.target[entry]))
 
-    def write_data(self) -> None:
+    def fill(self) -> None:
         """Write data into the state: last, because no object's ``load_state_dict`` can fail after it."""
         state = self.entries.state
         self._former.append((state, dict(state)))
@@ -177,8 +177,8 @@ class Restoration:
                 own, found = state[entry], self.target[entry]
                 state[entry] = _filled(own, found, self._former) if holds_tensors(own) else found
 
-    def undo_write_data(self) -> None:
-        """Undo ``write_data``."""
+    def empty(self) -> None:
+        """Undo ``fill``."""
         while self._former:
             holder, former = self._former.pop()
             holder.clear()
