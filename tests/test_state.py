@@ -785,7 +785,7 @@ class TestStochasticRounding:
 
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
 def test_a_part_of_a_model_is_loaded_without_the_state_of_the_rest(recipe):
-    """As of adapters; the weight of a layer without its state begins anew."""
+    """As of adapters, or of biases alone; the weight of a layer without its state begins anew."""
 
     def values(layer):
         return [buffer.clone() for buffer in layer.quantization_state.buffers()]
@@ -797,7 +797,8 @@ def test_a_part_of_a_model_is_loaded_without_the_state_of_the_rest(recipe):
         (100 * net(x)).sum().backward()
         ht.step_(net)
     versions, before = [net[i].quantization_state.version for i in (1, 2)], [values(net[i]) for i in (1, 2)]
-    net.load_state_dict({"0.weight": net[0].weight.detach().clone()}, strict=False)
+    part = {"0.weight": net[0].weight, "1.bias": net[1].bias, "2.lora_A": torch.ones(2)}
+    net.load_state_dict({name: value.detach().clone() for name, value in part.items()}, strict=False)
     assert versions == [net[i].quantization_state.version for i in (1, 2)]
     for layer, own in zip(net[1:], before, strict=True):
         assert all(map(torch.equal, values(layer), own))

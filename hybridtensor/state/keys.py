@@ -19,6 +19,14 @@ def weight_of_state(name: str) -> str | None:
     return (f"{owner}weight" if owner.endswith(".") else owner[:-1])[1:]
 
 
+def has_layer(state_dict: dict[str, Tensor], prefix: str) -> bool:
+    """Return whether a state dict has the weight, or the state, of the layer whose state begins with ``prefix``."""
+    weight = weight_of_state(f"{prefix}rounding") or prefix
+    owner, dot, name = weight.rpartition(".")
+    names = prefix, weight, f"{owner}{dot}parametrizations.{name}."
+    return any(key.startswith(names) for key in state_dict)
+
+
 def take_former_names(state_dict: dict[str, Tensor], prefix: str) -> None:
     """Rename former entries of a state dict to their present names."""
     for former, name in FORMER_NAMES.items():

@@ -20,7 +20,7 @@ from hybridtensor.arguments import place, require_choice, require_kind, require_
 from hybridtensor.ops import Hint
 from hybridtensor.ops.amaxes import AmaxRecord, nowhere
 from hybridtensor.state.dry_runs import is_dry_run
-from hybridtensor.state.keys import FORMER_NAMES, hash64, take_former_names
+from hybridtensor.state.keys import FORMER_NAMES, has_layer, hash64, take_former_names
 from hybridtensor.state.lineage import NOTHING, Lineage, digest
 from hybridtensor.state.module import StateModule
 from hybridtensor.state.ranks import ALL_RANKS
@@ -353,8 +353,8 @@ class LayerState(StateModule):
         # The last argument of torch's private method: messages that load_state_dict raises together.
         errors: list[str] = args[-1]
         take_former_names(state_dict, prefix)
-        if not any(key.startswith(prefix[: prefix[:-1].rfind(".") + 1]) for key in state_dict):
-            return  # a part of the model is loaded, without this layer
+        if not has_layer(state_dict, prefix):
+            return  # a part of the model is loaded, such as biases or an adapter
         if not any(key.startswith(prefix) for key in state_dict):
             self.reset_parameters()
         elif self._fits(state_dict.get(f"{prefix}layout"), prefix, errors):

@@ -60,14 +60,10 @@ def reshard(weights: Iterable[Tensor]) -> None:
 
 def _after_step(model: nn.Module, states: list[LayerState]) -> None:
     """Free weights that are still gathered, with faces of the scales, signs or numbers of the step before."""
-    changed = {id(state) for state in states if state.steps_change_weight}
-    if changed:
-        for sharded in all_params():
-            if (
-                isinstance(sharded.tensor, InterceptingTensor)
-                and id(sharded.tensor.layer) in changed
-            ):
-                sharded.reshard()
+    changed = {state for state in states if state.steps_change_weight}
+    for sharded in all_params() if changed else ():
+        if isinstance(sharded.tensor, InterceptingTensor) and sharded.tensor.layer in changed:
+            sharded.reshard()
 
 
 after_step.append(_after_step)
