@@ -26,7 +26,7 @@ LAYERS = [
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
     "op_table", "observing", "wrapper", "structure", "high_precision", "face_cache", "record", "intercepting",
-    "common_scale", "quantized_tensor", "identity_tensor", "shared_face", "sharded_face", "faces", "hybrid_tensor",
+    "common_scale", "quantized_tensor", "identity_tensor", "sharded_face", "faces", "hybrid_tensor",
     "followers", "quantized_when_used", "master_tensor", "quantizing", "operators",
 ]  # fmt: skip
 OPERATOR_LAYERS = ["reads", "matmul", "common", "quantized", "identity", "hybrid", "hybrid_values", "master"]

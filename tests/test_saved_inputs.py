@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import hybridtensor as ht
 from hybridtensor.linear import SavedInput
 from hybridtensor.ops.cast.request import parse_request
-from hybridtensor.subclasses.shared_face import SharedFace
+from hybridtensor.subclasses.sharded_face import SharedFace
 from hybridtensor.testing import random_tensor, saved_for_backward
 
 QUANTIZE = torch.ops.hybridtensor.quantize.default

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
 from hybridtensor import ops
-from hybridtensor.linear import weight_buckets
+from hybridtensor.linear import weight_buckets, weight_operands
 from hybridtensor.ops.cast import definition
 from hybridtensor.subclasses import MasterWeight, face_cache, master_tensor, quantized_when_used
 from hybridtensor.testing import random_tensor
@@ -81,7 +81,7 @@ def train(model, optimizer, device, *, steps=5, call_step=True, microbatches=1):
 
 def train_alone(monkeypatch, recipe, device, **kwargs):
     with monkeypatch.context() as patch:
-        patch.setattr(weight_buckets, "_bucket_of", lambda weight: None)
+        patch.setattr(weight_operands, "bucket_of", lambda weight: None)
         patch.setattr(weight_buckets.WeightBucket, "refresh", lambda self: 0)
         return train(*built(recipe, device), device, **kwargs)
 
@@ -294,7 +294,7 @@ def test_a_write_between_step_and_forward(monkeypatch):
         return train(model, optimizer, "cpu", steps=1)
 
     got = run()
-    monkeypatch.setattr(weight_buckets, "_bucket_of", lambda weight: None)
+    monkeypatch.setattr(weight_operands, "bucket_of", lambda weight: None)
     monkeypatch.setattr(weight_buckets.WeightBucket, "refresh", lambda self: 0)
     same(got, run())
 

@@ -39,7 +39,12 @@ from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context, LayerState, StateTensors
 from hybridtensor.subclasses import HybridTensor, IdentityTensor
-from hybridtensor.subclasses.observing import observe_operand, observe_product, observers
+from hybridtensor.subclasses.observing import (
+    may_hold_values,
+    observe_operand,
+    observe_product,
+    observers,
+)
 from hybridtensor.subclasses.operators.matmul import require_reader, take_face
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -151,6 +156,7 @@ def quantized_linear(
         record=training,
         section=of_weight.section,
         groups=groups,
+        values=(may_hold_values(dtype, groups), False),
         direct=runs_directly(input),
     )
     call = _Call(config, needs, dtype, context, of_weight, cast_from, operand)
@@ -254,8 +260,6 @@ class _Linear(Function):
     def backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             _require_one_derivative(ctx, grad_output)
-        if is_batched(grad_output):
-            _require_high_precision(ctx.products)
         saved, products = list(ctx.saved_tensors), ctx.products
         for tensor, node in zip(saved, ctx.nodes, strict=False):
             _require_node(tensor, node)
@@ -265,6 +269,8 @@ class _Linear(Function):
         is_quantized = isinstance(grad_output, HybridTensor)
         grad = grad_output if is_quantized else tokens(grad_output)
         direct = runs_directly(plain_part(grad) if is_quantized else grad)
+        if not direct and is_batched(grad_output):
+            _require_high_precision(ctx.products)
         asked, traced = products.needs, not direct and is_traced()
         if not traced:
             asked = requested_gradients(ctx, asked, lambda: layer_of(products.context.state))

@@ -38,10 +38,9 @@ from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.faces import columnwise_face, rowwise_face
-from hybridtensor.subclasses.observing import for_products
+from hybridtensor.subclasses.observing import may_hold_values
 from hybridtensor.subclasses.operators.matmul import take_face
-from hybridtensor.subclasses.sharded_face import ShardedFace
-from hybridtensor.subclasses.shared_face import SharedFace
+from hybridtensor.subclasses.sharded_face import ShardedFace, SharedFace
 
 
 class SavedInput(Operand):
@@ -91,8 +90,9 @@ class SavedInput(Operand):
         return self._sharing.take(functools.partial(self._made, saved[0]))
 
     def _made(self, x: Tensor) -> Face:
-        context = self._context._replace(after=self._after, direct=False).in_backward()
-        context = for_products(context, self._dtype, row=False, column=True)
+        values = False, may_hold_values(self._dtype, self._context.groups)
+        context = self._context._replace(after=self._after, values=values, direct=False)
+        context = context.in_backward()
         column = self._config.input.faces(
             x, rowwise=False, columnwise=True, dtype=self._dtype, context=context
         )[1]
@@ -164,6 +164,8 @@ def input_operand(
 ) -> Operand:
     """Return the operand of a plain or quantized ``input``, which was cast from ``cast_from``.
 
+    The rowwise face is read by one product only: ``context.values`` says whether it may hold dequantized values.
+
     ::
 
         context = ht.Context("input", weight.state)
@@ -183,9 +185,7 @@ def input_operand(
     else:
         read = _reading_by_state(cast_from, weight, how, context)
     if read.faces is None:
-        at_once = for_products(context, dtype, row=True, column=False)
-        if saved:
-            at_once = measured_in_backward(at_once, config.input)
+        at_once = measured_in_backward(context, config.input) if saved else context
         if read.amax_record is not None and at_once.state is not None:
             at_once = at_once._replace(state=at_once.state._replace(amax=read.amax_record))
         read.faces = config.input.faces(
@@ -193,9 +193,8 @@ def input_operand(
         )
     row, column = read.faces
     if saved:
-        return SavedInput(
-            row, input, config, dtype, context, read.columnwise, free, read.amax_record
-        )
+        sharing = read.columnwise = read.columnwise or SharedFace()
+        return SavedInput(row, input, config, dtype, context, sharing, free, read.amax_record)
     return Operand(row, column, read.amax_record)
 
 

@@ -153,7 +153,7 @@ class LayerForward:
                 and type(args[0]) is Tensor
                 and type(weight) in WEIGHTS
                 and weight.config is not None
-                and _is_linear(layer)
+                and type(layer).forward is nn.Linear.forward
                 and not _modes_of_functions()
             ):
                 # Nothing else would intercept F.linear. Every attribute of the weight would pass through its function.

@@ -22,7 +22,7 @@ from hybridtensor.ops.swiglu import swiglu_backward
 from hybridtensor.quantizers import CastPlan, cast_plan, tokens
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
-from hybridtensor.subclasses.observing import observers, values_of_products
+from hybridtensor.subclasses.observing import may_hold_values, observers
 from hybridtensor.subclasses.record import ReadBy
 
 Output = weakref.ref[Tensor] | None
@@ -68,7 +68,7 @@ class OutputGradient(NamedTuple):
         asked = requested_gradients(node, products.needs, lambda: layer_of(context.state))
         if not (asked.input or asked.weight):
             return None
-        values = values_of_products(context, dtype, row=True, column=True)
+        values = may_hold_values(dtype, context.groups)
         context = context.of_gradient(None, values, direct=True)
         quantizer = products.config.grad_output
         plan = cast_plan(quantizer, asked.input, asked.weight, dtype, context, grad.device)

@@ -23,13 +23,13 @@ from hybridtensor.linear.operands import Needs, Operand, faces_of
 from hybridtensor.ops import Face, after
 from hybridtensor.ops.amaxes import ReturnedAmaxes, commit
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.state import Context, LayerState
+from hybridtensor.state import Context, LayerState, StateTensors
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.observing import (
+    may_hold_values,
     observe_operand,
     observe_product,
     observers,
-    values_of_products,
 )
 from hybridtensor.subclasses.wrapper import WrapperTensor
 
@@ -130,14 +130,16 @@ class Backward(NamedTuple):
         """
         needs, count, dtype = self.needs if asked is None else asked, self.num_saved, grad.dtype
         fast = self.config.fast_accum  # else in fp32: long sums of one sign lost up to 29 %
-        done = self._begin_backward(graph_amaxes, grad)
+        state, done = self.context.state, None
+        if state is not None and state.slots:
+            done = self._begin_backward(state, graph_amaxes, grad)
         if needs.weight:
             # Gathered while the gradient is cast and multiplied
             self.input.begin(saved[:count], grad)
         if isinstance(grad, HybridTensor):
             row, column = faces_of(grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype)
         else:
-            values = values_of_products(self.context, dtype, row=True, column=True)
+            values = may_hold_values(dtype, self.context.groups)
             context = self.context.of_gradient(done, values, direct)
             row, column = self.config.grad_output.faces(
                 grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype, context=context
@@ -181,8 +183,9 @@ class Backward(NamedTuple):
     def _committed(self, gradients: Gradients, done: Tensor | None) -> Gradients:
         """Commit the amaxes of forward and backward; in a graph the gradients depend on ``done``, so that the commit is
         not dropped."""
-        if self.context.state is not None:
-            self.context.state.commit(self.weight.amax_record, self.input.amax_record)
+        state = self.context.state
+        if state is not None and state.step_amax is not None:
+            state.commit(self.weight.amax_record, self.input.amax_record)
         if done is None:
             return gradients
         last = next(i for i in (2, 1, 0) if gradients[i] is not None)  # the smallest that is there
@@ -190,12 +193,11 @@ class Backward(NamedTuple):
             *(after(g, done) if i == last and g is not None else g for i, g in enumerate(gradients))
         )
 
-    def _begin_backward(self, graph_amaxes: Sequence[Tensor], grad: Tensor) -> Tensor | None:
-        """Record that backward runs; in a graph commit the amaxes of forward, and return a tensor that later results
-        must depend on."""
-        state = self.context.state
-        if state is None or not state.slots:
-            return None
+    def _begin_backward(
+        self, state: StateTensors, graph_amaxes: Sequence[Tensor], grad: Tensor
+    ) -> Tensor | None:
+        """Record that the backward of a layer with delayed scales runs; in a graph commit the amaxes of forward, and
+        return a tensor that later results must depend on."""
         if isinstance(state.amax, ReturnedAmaxes) and isinstance(state.step_amax, Tensor):
             return (
                 commit(state.step_amax, list(graph_amaxes), plain_part(grad))

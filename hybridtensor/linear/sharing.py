@@ -23,21 +23,21 @@ from hybridtensor.ops.library import is_captured, is_recorded, is_traced
 from hybridtensor.ops.order import node_of
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses.record import WeightRecord
-from hybridtensor.subclasses.shared_face import SharedFace
+from hybridtensor.subclasses.sharded_face import SharedFace
 
 _PARENTS = "_hybridtensor_shares"  # names of a module by which its layers know it
 _KEY: Any = "hybridtensor"  # of hooks, among the numbers of other hooks
 
 
 class Reading:
-    """What sibling layers share of one input: its faces, what backward quantizes, and recorded amaxes."""
+    """What sibling layers share of one input: its faces, the columnwise one if backward makes it, recorded amaxes."""
 
     __slots__ = ("amax_record", "columnwise", "faces")
 
     def __init__(self) -> None:
         self.faces: Faces | None = None
         self.amax_record: Tensor | None = None
-        self.columnwise = SharedFace()
+        self.columnwise: SharedFace | None = None
 
 
 class _Scope:

@@ -166,7 +166,9 @@ class _Jobs:
         outlast, _ = faces.lifetime(config.keep_faces)
         both = use.backward_follows and outlast
         once = use.trained and not outlast
-        context = weight.context_of_products(dtype) if once else weight.context
+        context = weight.context
+        if once:
+            context = weight.context_of_products(context, dtype)
         plan, measuring = self.plans(context, dtype, weight, True, both)
         if plan is None:
             return
@@ -190,7 +192,9 @@ class _Jobs:
         if config.keep_faces == "never":
             return
         _, outlast = faces.lifetime(config.keep_faces)
-        context = weight.context if outlast else weight.context_of_products(dtype)
+        context = weight.context
+        if not outlast:
+            context = weight.context_of_products(context, dtype)
         plan, _ = self.plans(context, dtype, weight, False, True)
         if plan is not None and not (any(plan.measured) and cached.amaxes[1] is None):
             self._add((plan, None, 0), _Job(weight, stamp, context, cached))
@@ -260,27 +264,11 @@ _BUCKETS: weakref.WeakKeyDictionary[LayerState, WeightBucket] = weakref.WeakKeyD
 _OF_MODELS: weakref.WeakKeyDictionary[nn.Module, list[WeightBucket]] = weakref.WeakKeyDictionary()
 
 
-def refresh_bucket(weight: MasterWeight) -> None:
-    """Quantize a written weight together with its bucket, before its forward."""
-    if not weight.record.is_held_elsewhere:
-        bucket = _bucket_of(weight)
-        if bucket is not None:
-            bucket.refresh(weight)
-
-
-def add_columns_of_bucket(weight: MasterWeight) -> None:
-    """Quantize a columnwise face together with those of its bucket, before its backward."""
-    if not weight.record.is_held_elsewhere:
-        bucket = _bucket_of(weight)
-        if bucket is not None:
-            bucket.add_columns(weight)
-
-
-def _bucket_of(weight: MasterWeight) -> WeightBucket | None:
-    """Return the bucket of a weight, or None if it is quantized alone."""
+def bucket_of(weight: MasterWeight) -> WeightBucket | None:
+    """Return the bucket of a weight, or None if it is quantized alone now."""
     layer = weight.record.layer
     bucket = _BUCKETS.get(layer) if isinstance(layer, LayerState) else None
-    if bucket is None or bucket.is_alone or observers:
+    if bucket is None or bucket.is_alone or observers or weight.record.is_held_elsewhere:
         return None
     return bucket if runs_directly(weight.plain) and not is_captured() else None
 

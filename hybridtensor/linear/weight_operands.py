@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.linear.operands import Needs, Operand, Weight, required_columnwise
-from hybridtensor.linear.weight_buckets import add_columns_of_bucket, refresh_bucket
+from hybridtensor.linear.weight_buckets import bucket_of
 from hybridtensor.ops import Face
 from hybridtensor.ops.amaxes import AmaxRecord
 from hybridtensor.ops.cast.compile_ahead import weight_casts
@@ -54,14 +54,14 @@ class MasterOperand(Operand):
         context: Context,
     ) -> None:
         self._training, self._backward_follows = any(needs), needs.input
-        self._seen = seen = weight.seen()
+        self._seen = seen = weight.seen(dtype)
         if isinstance(seen.scales, tuple):
             context = weight.context  # with the common scale as it is now
         self._context = context
-        stamp = weight.stamp(dtype, seen)
-        if weight.record.face_cache.is_old(stamp):
-            # Together with its neighbours in the model: two launches for all of them.
-            refresh_bucket(weight)
+        if weight.record.face_cache.is_old(seen.stamp):
+            bucket = bucket_of(weight)
+            if bucket is not None:  # with its neighbours in the model: two launches for all of them
+                bucket.refresh(weight)
         cached = weight.faces_in_eager_code(
             rowwise=True,
             columnwise=False,
@@ -70,7 +70,7 @@ class MasterOperand(Operand):
             backward_follows=needs.input,
             amax_record=amax_record,
             context=context,
-            stamp=stamp,
+            stamp=seen.stamp,
         )
         super().__init__(cached.row, None, cached.amax_record)
         self._weight: MasterWeight | None = weight
@@ -99,15 +99,16 @@ class MasterOperand(Operand):
         seen = self._unchanged(weight, same_recipe)
         if same_recipe:
             if self._record.face_cache.awaits_column:
-                # The columnwise faces of all whose forward is over, in one launch.
-                add_columns_of_bucket(weight)
+                bucket = bucket_of(weight)
+                if bucket is not None:  # those of all whose forward is over, in one launch
+                    bucket.add_columns(weight)
             column = weight.faces_in_eager_code(
                 rowwise=False,
                 columnwise=True,
                 dtype=self._dtype,
                 amax_record=self.amax_record,
                 context=self._context,
-                stamp=weight.stamp(self._dtype, seen),
+                stamp=seen.stamp,
             ).column
         else:  # another recipe was set since forward
             column = weight.quantized(
@@ -116,11 +117,11 @@ class MasterOperand(Operand):
         return required_columnwise(column, "grad_input")
 
     def _unchanged(self, weight: MasterWeight, same_recipe: bool) -> Seen:
-        """Return the weight's write counts; raise RuntimeError if it, or a scale of the same recipe, was written
-        since forward."""
+        """Return the weight's state now; raise RuntimeError if it, or a scale of the same recipe, was written since
+        forward."""
         # Counted writes only: that an alias may have written is no reason to raise.
         replaced = not isinstance(weight, MasterWeight) or weight.record is not self._record
-        seen = self._seen if replaced else weight.seen()
+        seen = self._seen if replaced else weight.seen(self._dtype)
         same_scales = seen.scales == self._seen.scales or not same_recipe
         if not replaced and seen.writes == self._seen.writes and same_scales:
             return seen

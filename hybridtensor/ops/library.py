@@ -103,6 +103,7 @@ def runs_directly(x: torch.Tensor) -> bool:
         and type(x) in _PLAIN
         and not _modes()
         and not _transforms()
+        and not _is_of_vmap(x)
     )
 
 

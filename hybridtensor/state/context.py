@@ -70,13 +70,13 @@ class Context(NamedTuple):
     def with_values(self, values: tuple[bool, bool]) -> Context:
         return tuple.__new__(Context, (*self[:9], values, self.direct))  # faster than _replace
 
-    def of_gradient(self, after: Tensor | None, values: tuple[bool, bool], direct: bool) -> Context:
-        """Return the context of the output's gradient, from that of the input."""
+    def of_gradient(self, after: Tensor | None, values: bool, direct: bool) -> Context:
+        """Return the context of the output's gradient, from that of the input; ``values`` is of both faces."""
         _, state, direction, record, first_row, section, amaxes, groups, *_ = self
-        if state is not None:
+        if state is not None and not direct:
             state = state.in_backward()
         of_layer = state, direction, record, first_row, section, amaxes, groups
-        return Context("grad_output", *of_layer, after, values, direct)
+        return Context("grad_output", *of_layer, after, (values, values), direct)
 
     @property
     def slot(self) -> str:

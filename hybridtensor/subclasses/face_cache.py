@@ -22,17 +22,18 @@ Place = tuple[torch.Size, tuple[int, ...], int | torch.SymInt]
 """Which view of a weight's memory faces are of."""
 
 
-class Seen(NamedTuple):
-    """The state of a weight when it was used."""
-
-    changes: int
-    scales: int | tuple[int | None, int] | None
-    writes: tuple[int, int, int]
-
-
 Stamp = tuple[int, object, object, torch.dtype]
 """What faces depend on beside the memory they were made from, so that faces with another stamp are old: the count of
 changes, the version of scales, the recipe, the dtype of faces in high precision."""
+
+
+class Seen(NamedTuple):
+    """The state of a weight when it was used: the stamp of its faces then, and what tells whether it, or a scale, was
+    written since."""
+
+    stamp: Stamp
+    scales: int | tuple[int | None, int] | None
+    writes: tuple[int, int, int]
 
 
 class CachedFaces:

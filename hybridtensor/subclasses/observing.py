@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from hybridtensor.ops import Face, select_backend
+from hybridtensor.ops import Face, Groups, select_backend
 from hybridtensor.ops.reencoding import reencodes
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS
@@ -43,20 +43,21 @@ NO_VALUES = ("_like.", "is_pinned", "is_same_size")
 _NO_PRODUCTS = (*NO_VALUES, "embedding")
 
 
-def for_products(context: Context, dtype: torch.dtype, *, row: bool, column: bool) -> Context:
-    """Return the context of a tensor whose faces only products read, and may be dequantized; not if observed or
-    grouped."""
+def may_hold_values(dtype: torch.dtype, groups: Groups | None) -> bool:
+    """Return whether faces that only products read may hold dequantized values: not if observed or grouped."""
     # Observers and grouped products need elements; in other dtypes a product with one high-precision operand would
     # round the dequantized values.
-    return context.with_values(values_of_products(context, dtype, row=row, column=column))
+    return dtype == torch.bfloat16 and groups is None and not observers
 
 
 def for_products_of_weight(
     context: Context, dtype: torch.dtype, config: HybridConfig, device: torch.device
 ) -> Context:
-    """Return ``for_products`` of a weight: elements where its product re-encodes them for the device's matrix units."""
-    row, column = _weight_values(config, device)
-    return for_products(context, dtype, row=row, column=column)
+    """Return the context of a weight whose faces only products read: elements where its product re-encodes them for
+    the device's matrix units, else values if these may be held."""
+    if not may_hold_values(dtype, context.groups):
+        return context.with_values((False, False))
+    return context.with_values(_weight_values(config, device))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -68,15 +69,6 @@ def _weight_values(config: HybridConfig, device: torch.device) -> tuple[bool, bo
         for pair in (output, grad_input)
     )
     return not row, not column
-
-
-def values_of_products(
-    context: Context, dtype: torch.dtype, *, row: bool, column: bool
-) -> tuple[bool, bool]:
-    """Return which faces may hold high-precision values in place of quantized data: none while something observes."""
-    if observers or dtype != torch.bfloat16 or context.groups is not None:
-        return False, False
-    return row, column
 
 
 def observe_operand(layer: object, role: str, values: Tensor, call: object) -> None:

@@ -32,18 +32,15 @@ class QuantizedWhenUsed(InterceptingTensor):
         """The plain tensor that is quantized: ``plain``, or its bf16 rounding by the recipe."""
         return weight_values(self.config, self.plain)
 
-    def context_of_products(self, dtype: torch.dtype) -> Context:
-        """Return the context of faces that only products read; see ``for_products_of_weight``."""
-        context = self.context
+    def context_of_products(self, context: Context, dtype: torch.dtype) -> Context:
+        """Return the context of faces that only products read, from the weight's; see ``for_products_of_weight``."""
         if observers or dtype != torch.bfloat16 or context.groups is not None:
             return context
-        known = self.record.for_products
-        if known is None or known[0] is not context:
-            known = self.record.for_products = (
-                context,
-                for_products_of_weight(context, dtype, self.config, self.plain.device),
-            )
-        return known[1]
+        config, known = self.config, self.record.for_products
+        if known is None or known[0] is not context or known[1] is not config:
+            made = for_products_of_weight(context, dtype, config, self.plain.device)
+            known = self.record.for_products = context, config, made
+        return known[2]
 
     @property
     def version(self) -> int:
@@ -76,8 +73,9 @@ class QuantizedWhenUsed(InterceptingTensor):
         common = getattr(layer, "common", None)
         return version if common is None else (version, common.version)
 
-    def seen(self) -> Seen:
-        """Count unobserved writes, update a changed common scale, and return the counts."""
+    def seen(self, dtype: torch.dtype) -> Seen:
+        """Count unobserved writes, update a changed common scale, and return the weight's state and the stamp of faces
+        in ``dtype``."""
         record = self.record
         layer = record.layer
         scales: int | tuple[int | None, int] | None = None
@@ -89,12 +87,12 @@ class QuantizedWhenUsed(InterceptingTensor):
                 scales = scales, common.version
         own, of_plain = self._versions()
         record.count_others(self.plain, of_plain)
-        return Seen(record.changes, scales, (record.writes, of_plain, own))
+        stamp = record.changes, scales, self.config, dtype
+        return Seen(stamp, scales, (record.writes, of_plain, own))
 
-    def stamp(self, dtype: torch.dtype, seen: Seen | None = None) -> Stamp:
-        """What faces depend on now: write counts (``seen``), scales, recipe and ``dtype``."""
-        seen = self.seen() if seen is None else seen
-        return seen.changes, seen.scales, self.config, dtype
+    def stamp(self, dtype: torch.dtype) -> Stamp:
+        """What faces depend on now: write counts, scales, recipe and ``dtype``."""
+        return self.seen(dtype).stamp
 
     def _versions(self) -> tuple[int, int]:
         """Count writes of compiled graphs, and return torch's version counters of this object and the plain tensor."""
@@ -175,7 +173,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         # Nothing is cached where Python is not run again. A checkpointing policy counts calls besides: a cast in its
         # first pass only would shift what it has saved.
         if record.replayed or is_recorded() or (layer is not None and layer.replayed):
-            context = for_products_of_weight(context, dtype, self.config, plain.device)
+            context = self.context_of_products(context, dtype)
             with torch.no_grad():
                 return self._made(rowwise, columnwise, dtype, context, amax_record)
         use = rowwise, trained, backward_follows
@@ -219,12 +217,12 @@ class QuantizedWhenUsed(InterceptingTensor):
             # One pass measures for both faces, of which backward makes the second one later from the same values.
             amaxes = self.amaxes(dtype, context)
         if not lasting:
-            context = for_products_of_weight(context, dtype, self.config, self.plain.device)
+            context = self.context_of_products(context, dtype)
         amax_record = amax_record if cached.amax_record is None else cached.amax_record
         made = self._made(row_is_missing, column_is_missing, dtype, context, amax_record, amaxes)
-        cached = CachedFaces(made.row or row, made.column or column, amaxes, made.amax_record)
-        self.record.face_cache.store(self.place, stamp, cached)
-        return cached
+        made.row, made.column = made.row or row, made.column or column
+        self.record.face_cache.store(self.place, stamp, made)
+        return made
 
     def _made(
         self,

@@ -74,7 +74,7 @@ class WeightRecord:
         replayed: Whether a CUDA graph captured a write, whose replays are not counted.
         face_cache: The cached faces.
         context: Cached context of the weight; None if it was not requested, or for a stack.
-        for_products: Cached ``context``, and the context of faces that only products read.
+        for_products: Cached context, recipe, and the context of faces that only products read.
         readers: The layers that an input was quantized for; None of any other tensor.
         amaxes: Record of such an input's amaxes, for the forward that reads it, or None.
     """
@@ -120,7 +120,7 @@ class WeightRecord:
         self.is_held_elsewhere = False
         self.face_cache = FaceCache()
         self.context: Context | None = None
-        self.for_products: tuple[Context, Context] | None = None
+        self.for_products: tuple[Context, object, Context] | None = None
         self.readers: ReadBy | None = None
         self.amaxes: Tensor | ReturnedAmaxes | None = None
         self._holders: dict[int, _Holder] = {}
@@ -176,7 +176,8 @@ class WeightRecord:
         """Count what others wrote, or may have written, since the last use of ``plain``."""
         # Besides torch's count, each use while an alias exists counts as a write, and one more use after it: its holder
         # may have written in between.
-        self.count_writes(plain, version)
+        if self._holders[id(plain)].version != version:
+            self.count_writes(plain, version)
         shared = self.is_shared(plain)
         if shared or self.is_held_elsewhere:
             self.changes += 1

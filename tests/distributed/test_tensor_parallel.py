@@ -50,7 +50,7 @@ import hybridtensor as ht
 from hybridtensor import ops
 from hybridtensor.distributed import checkpoint
 from hybridtensor.dtensor import local
-from hybridtensor.linear import weight_buckets
+from hybridtensor.linear import weight_operands
 from hybridtensor.offload import offload_activations
 from hybridtensor.quantizers import OneFormatQuantizer
 
@@ -315,7 +315,7 @@ def counting(cls, made):
 
 def count_casts(rank, recipes):
     made = []
-    alone = mock.patch.object(weight_buckets, "_bucket_of", return_value=None)  # each by its own call
+    alone = mock.patch.object(weight_operands, "bucket_of", return_value=None)  # each by its own call
     with counting(OneFormatQuantizer, made), counting(ht.HybridQuantizer, made), alone:
         for recipe in recipes:
             counts = []

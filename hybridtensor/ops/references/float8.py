@@ -53,9 +53,9 @@ def quantize(
     overflow = torch.finfo(x.dtype).max if blocked else FP32_MAX
     amax = block_amax(x, fmt.block) if amax is None else amax
     scale = encode_scale(amax, fmt.max, pow2_scale or fmt.pow2_scale, overflow=overflow)
-    factor = spread(scale, fmt.block, x.shape)
     # A 0-d factor is torch's fast path on a CPU
-    factor = factor.reshape(()) if fmt.block == (None, None) else factor
+    one = fmt.block == (None, None)
+    factor = scale.reshape(()) if one else spread(scale, fmt.block, x.shape)
     return cast_saturating(x.float() * factor, fmt), scale.reciprocal()
 
 
