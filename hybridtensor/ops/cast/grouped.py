@@ -229,12 +229,20 @@ class _Measurement:
             not per_row and not face.rotated
             for per_row, face in zip(of_rows, task.faces, strict=True)
         ]
-        self._one, self._sizes = all(wanted) and all(plain), amaxes
-        self._task = task
+        shared = all(wanted) and all(plain)
+        # Whose amaxes nobody reads has none.
+        self._sizes = [size if asked else 0 for size, asked in zip(amaxes, wanted, strict=True)]
+        self._one = shared or not all(wanted)
+        self._size = amaxes[0] if shared else sum(self._sizes)
+        several = task.several
+        if several is None:
+            raise ValueError("quantize_groups: several matrices are required, got one")
+        self._matrix, self._several = task.matrix, several
+        self._streams = [face.stream for face in task.faces]
         row, column = (
             MeasureConstants(wanted=asked, per_row=per_row, rotated=face.rotated)
             for asked, per_row, face in zip(
-                (wanted[0], wanted[1] and not self._one), of_rows, task.faces, strict=True
+                (wanted[0], wanted[1] and not shared), of_rows, task.faces, strict=True
             )
         )
         self._launch = Launch(
@@ -247,32 +255,27 @@ class _Measurement:
             TILE=task.tiling.constants,
             HW=converts_to_fp8(task.device),
             FOLLOWED=overlaps_kernels(task.device),
-            TOKENS=_several(task).tokens,
+            TOKENS=several.tokens,
         )
 
     def __call__(
         self, x: Tensor, plan: Tensor | None, rounding: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the fp32 amaxes of both faces; the same tensor twice if they are equal. ``rounding``, key and step,
-        is needed where signs are drawn."""
-        new = x.new_zeros(self._sizes[0] if self._one else sum(self._sizes), dtype=torch.float32)
+        """Return the fp32 amaxes of both faces; the same tensor twice if they are equal, or one face has none.
+        ``rounding``, key and step, is needed where signs are drawn."""
+        new = x.new_zeros(self._size, dtype=torch.float32)
         of_row, of_column = (new, new) if self._one else new.split(self._sizes)
-        several, take = _several(self._task), self._launch.take
+        launch, several = self._launch, self._several
+        take = launch.take
         taken = take(x)
-        self._launch(
-            self._task.matrix._replace(x=taken),
-            of_row,
-            of_column,
+        launch.start(
+            self._matrix._replace(x=taken),
+            take(of_row),
+            take(of_column),
             several.parts(taken if plan is None else take(plan)),
             several.row_sizes.measured,
             several.column_sizes.measured,
             taken if rounding is None else take(rounding),
-            *(face.stream for face in self._task.faces),
+            *self._streams,
         )
         return of_row, of_column
-
-
-def _several(task: KernelTask) -> Several:
-    if task.several is None:
-        raise ValueError("quantize_groups: several matrices are required, got one")
-    return task.several
