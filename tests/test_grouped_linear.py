@@ -21,6 +21,7 @@ from hybridtensor import ops
 from hybridtensor.linear.grouped import step_of
 from hybridtensor.ops import Groups
 from hybridtensor.ops.groups import checked
+from hybridtensor.ops.references import float8
 from hybridtensor.recipes import RECIPES, by_type, from_name
 from hybridtensor.recipes.config import QuantizerRole
 from hybridtensor.state import Context
@@ -237,6 +238,36 @@ def test_siblings_share_a_cast(monkeypatch):
         counts.clear()
         model(x * 1, offsets(ENDS[0])).sum().backward()
         assert len(counts) == expected
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_rowwise"])
+def test_stacks_are_measured_once_for_both_faces(recipe, compiled, monkeypatch):
+    """Forward measures what backward casts by; the gradients are those of weights that each cast measures."""
+    model, (x, _, g) = ht.quantize_(Experts().bfloat16(), recipe), operands()
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+
+    def gradients():
+        torch._dynamo.reset()
+        model.zero_grad()
+        given = x.clone().requires_grad_()
+        out = run(given, offsets(ENDS[0]))
+        out.backward(g[:, : out.shape[1]])
+        ht.step_(model)
+        with torch.no_grad():
+            torch._foreach_mul_(list(model.parameters()), 1)  # cached faces are old
+        return [out, given.grad, *(p.grad for p in model.parameters())]
+
+    counts, amaxes, real, cast = [], [], ops.measure_stack, float8.quantize
+    monkeypatch.setattr("hybridtensor.ops.measure_stack", lambda *args: counts.append(1) or real(*args))
+    monkeypatch.setattr(float8, "quantize", lambda x, *args: amaxes.append(args[-1]) or cast(x, *args))
+    together = gradients()
+    assert compiled or len(counts) == 3  # a compiler traces more than once
+    # both faces of each matrix of three weights
+    assert sum(amax is not None for amax in amaxes) == 2 * 3 * EXPERTS
+    monkeypatch.setattr("hybridtensor.ops.measure_stack", lambda *args: (None, None))
+    for mine, theirs in zip(together, gradients(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_offsets_are_not_written_before_backward():

@@ -18,7 +18,7 @@ from hybridtensor.ops.cast import (
 )
 from hybridtensor.ops.dequantize import dequantize
 from hybridtensor.ops.face import Face, FaceKind, Groups, columnwise_of, empty_face, high_precision
-from hybridtensor.ops.grouped_cast import quantize_groups
+from hybridtensor.ops.grouped_cast import measure_stack, quantize_groups
 from hybridtensor.ops.order import after
 from hybridtensor.ops.product import product
 from hybridtensor.ops.scaled_mm import (
@@ -50,6 +50,7 @@ __all__ = [
     "empty_face",
     "high_precision",
     "measure_all",
+    "measure_stack",
     "multiplies_values",
     "prepare",
     "product",

@@ -12,7 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor.ops.amaxes import ReturnedAmaxes
-from hybridtensor.ops.cast.grouped import grouped_cast
+from hybridtensor.ops.cast.definition import reference_cast
+from hybridtensor.ops.cast.grouped import (
+    amax_sizes,
+    amaxes_of_faces,
+    grouped_cast,
+    grouped_measure,
+)
 from hybridtensor.ops.cast.prepared import Faces
 from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest, parse_request
 from hybridtensor.ops.face import Face, FaceKind, Groups, TensorLayout
@@ -29,10 +35,18 @@ from hybridtensor.ops.groups import (
 from hybridtensor.ops.library import define, implement, runs_directly
 from hybridtensor.ops.references.faces import define_faces
 
+_NUM_INPUTS = 6  # of a cast, followed by ``after`` and ``num_amaxes``
+
 
 def quantize_groups(x: Tensor, groups: Groups, request: CastRequest, inputs: CastInputs) -> Faces:
     """Return both faces of tokens ``[T, K]`` with groups, or of a stack ``[E, N, K]``; a delayed scale is the first
-    of ``E``."""
+    of ``E``.
+
+    Raises:
+        ValueError: If amaxes are given that are not those of ``measure_stack``.
+    """
+    if inputs.row_amax is not None or inputs.column_amax is not None:
+        _check_amaxes(x, groups, request, inputs)
     if x.is_cuda and runs_directly(x):
         made = by_kernels(x, groups, request, inputs)
     else:
@@ -40,7 +54,7 @@ def quantize_groups(x: Tensor, groups: Groups, request: CastRequest, inputs: Cas
         num_amaxes = returned.size if isinstance(returned, ReturnedAmaxes) else 0
         taken = inputs._replace(amax_record=None) if num_amaxes else inputs
         given = x, groups.ends, groups.num_groups, groups.step, str(request)
-        made = _OP(*given, *taken[:4], after=inputs.after, num_amaxes=num_amaxes)
+        made = _OP(*given, *taken[:_NUM_INPUTS], after=inputs.after, num_amaxes=num_amaxes)
         if isinstance(returned, ReturnedAmaxes):
             returned.tensors.append(made.pop())
     marks = None if groups.ends is None else groups
@@ -51,6 +65,24 @@ def quantize_groups(x: Tensor, groups: Groups, request: CastRequest, inputs: Cas
         faces.append(None if face is None else face._replace(groups=marks))
         made = made[size:]
     return faces[0], faces[1]
+
+
+def _check_amaxes(x: Tensor, groups: Groups, request: CastRequest, inputs: CastInputs) -> None:
+    """Raise ValueError unless given amaxes are those of a stack's matrices."""
+    row, column, source, _ = request
+    given = (row or source, inputs.row_amax, 0), (column, inputs.column_amax, 1)
+    for cast, amax, axis in given:
+        if amax is None:
+            continue
+        per_row = None if cast is None else cast.measures
+        size = None if groups.ends is not None or per_row is None else x.shape[0]
+        if size is not None and per_row:
+            size *= x.shape[1 + axis]
+        if size is None or tuple(amax.shape) != (size,):
+            raise ValueError(
+                f"quantize_groups: amaxes of shape {None if size is None else (size,)} are required for {cast} of "
+                f"{tuple(x.shape)}, got {tuple(amax.shape)}; see ops.measure_stack"
+            )
 
 
 def _layouts(
@@ -69,8 +101,7 @@ def reference(x: Tensor, groups: Groups, request: CastRequest, inputs: CastInput
     if groups.ends is None:
         for index, matrix in enumerate(x.unbind()):
             asked = _of_group(request, index)
-            start = inputs.first_row + index * x.shape[1]
-            made = define_faces(matrix, asked, inputs._replace(first_row=start))
+            made = define_faces(matrix, asked, _of_matrix(inputs, index, x.shape))
             for out, face in zip((row, column), made, strict=True):
                 if face is not None:
                     put_matrix(out, face, index)
@@ -82,6 +113,16 @@ def reference(x: Tensor, groups: Groups, request: CastRequest, inputs: CastInput
     zeros = torch.zeros_like(x[rest.start :])
     _put_group(zeros, rest, request, inputs, row, column, spanning=False)
     return [*row, *column]
+
+
+def _of_matrix(inputs: CastInputs, index: int, shape: torch.Size) -> CastInputs:
+    """Return the inputs of one matrix of a stack ``[E, M, K]``."""
+    row, column = (
+        None if amax is None else amax.view(shape[0], -1)[index]
+        for amax in (inputs.row_amax, inputs.column_amax)
+    )
+    first = inputs.first_row + index * shape[1]
+    return inputs._replace(first_row=first, row_amax=row, column_amax=column)
 
 
 def _put_group(
@@ -143,7 +184,8 @@ def _operator(
 
 def _taken(x: Tensor, *inputs: Any) -> tuple[CastInputs, list[Tensor]]:
     """Convert the operator's arguments to a cast's inputs, and the amaxes to return, if any."""
-    taken, num_amaxes = CastInputs(*inputs[:4]), inputs[5] if len(inputs) > 5 else 0
+    taken, of_graph = CastInputs(*inputs[:_NUM_INPUTS]), inputs[_NUM_INPUTS:]
+    num_amaxes = of_graph[1] if len(of_graph) > 1 else 0  # torch drops what has its default
     returned = [x.new_zeros(num_amaxes, dtype=torch.float32)] if num_amaxes else []
     return taken._replace(amax_record=returned[0]) if returned else taken, returned
 
@@ -171,8 +213,47 @@ def _fake(
 # As ``quantize``, silent about the write to ``amax_record``.
 _OP = define(
     "quantize_groups(Tensor x, Tensor? ends, int count, int step, str request, Tensor? encode_scale, "
-    "Tensor? amax_record, Tensor? rounding, SymInt first_row, Tensor? after=None, int num_amaxes=0) -> Tensor[]",
+    "Tensor? amax_record, Tensor? rounding, SymInt first_row, Tensor? row_amax=None, Tensor? column_amax=None, "
+    "Tensor? after=None, int num_amaxes=0) -> Tensor[]",
     reference=_operator(reference),
     fake=_fake,
 )
 implement("quantize_groups", _operator(by_kernels))
+
+
+def measure_stack(x: Tensor, request: CastRequest) -> tuple[Tensor | None, Tensor | None]:
+    """Return the amaxes that the faces of each matrix of a stack ``[E, M, K]`` are scaled by, measured in one pass:
+    fp32 ``[E]``, or ``[E * M]`` and ``[E * K]`` for a scale per row; None of a face that is not asked for.
+
+    Args:
+        x: The stack.
+        request: The faces, with scales per tensor or row, without rotation.
+    """
+    direct = x.is_cuda and runs_directly(x)
+    found = grouped_measure(x, request) if direct else _MEASURE(x, str(request))
+    return amaxes_of_faces(found, x.shape, request)
+
+
+def _measure_reference(x: Tensor, request: str) -> Tensor:
+    parsed = parse_request(request)
+    found = [reference_cast(parsed).measure(matrix) for matrix in x.unbind()]
+    rows, columns = (torch.cat(amaxes) for amaxes in zip(*found, strict=True))
+    of_row, of_column = amax_sizes(x.shape, parsed)
+    return torch.cat(([rows] if of_row else []) + ([columns] if of_column else []))
+
+
+def _measure_by_kernels(x: Tensor, request: str) -> Tensor:
+    parsed = parse_request(request)
+    if not parsed.has_kernels or x.numel() == 0:
+        return _measure_reference(x, request)
+    return grouped_measure(x, parsed)
+
+
+_MEASURE = define(
+    "measure_stack(Tensor x, str request) -> Tensor",
+    reference=_measure_reference,
+    fake=lambda x, request: x.new_empty(
+        sum(amax_sizes(x.shape, parse_request(request))), dtype=torch.float32
+    ),
+)
+implement("measure_stack", _measure_by_kernels)

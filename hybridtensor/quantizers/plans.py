@@ -232,11 +232,16 @@ def _measured_by_the_graph(matrix: Tensor, request: CastRequest, context: Contex
 
 def measured(quantizer: Quantizer, matrix: Tensor, dtype: torch.dtype, context: Context) -> Context:
     """Return the context with the amaxes of both faces, measured in one pass; unchanged where no pass is needed."""
-    if context.groups is not None or not matrix.numel():
+    groups = context.groups
+    if not matrix.numel() or (groups is not None and groups.ends is not None):
         return context
     plan = measuring_plan(quantizer, dtype, context, matrix.device)
     if plan is None or (plan.needs.hint and not is_traced()):
         return context
+    if groups is not None:
+        if not all(plan.measured):  # one face alone is measured where it is cast
+            return context
+        return context._replace(amaxes=ops.measure_stack(matrix, plan.request))
     direct = runs_directly(matrix)
     cast = ops.prepare(matrix, plan.request, plan.inputs(matrix, context), direct=direct)
     return context._replace(amaxes=plan.of_measured(*cast.measure(matrix)))

@@ -186,6 +186,13 @@ SAMPLES = {
         "one amax": lambda device: (matrix(device), str(CastRequest(Cast(FP8_E4M3_TENSOR), Cast(FP8_E4M3_TENSOR)))),
         "rows and columns": lambda device: (matrix(device), str(CastRequest(Cast(FP8_E4M3_ROW), Cast(FP8_E4M3_ROW)))),
     },
+    "measure_stack": {
+        f"{fmt}": lambda device, fmt=fmt: (
+            torch.stack([matrix(device, seed) for seed in range(3)]),
+            str(CastRequest(Cast(fmt), Cast(fmt))),
+        )
+        for fmt in (FP8_E4M3_TENSOR, FP8_E4M3_ROW)
+    },
     "measure_all_into": {
         f"{fmt}": lambda device, fmt=fmt: all_into(device, list_operator.amaxes_written, Cast(fmt), Cast(fmt))
         for fmt in (FP8_E4M3_TENSOR, FP8_E4M3_ROW)

@@ -14,8 +14,8 @@ from fp4_oracles import nearly_tied
 from kernels import require_kernels
 
 from hybridtensor.ops import CastInputs, CastRequest, Groups
-from hybridtensor.ops.cast.grouped import grouped_cast
-from hybridtensor.ops.grouped_cast import by_kernels, quantize_groups, reference
+from hybridtensor.ops.cast.grouped import amaxes_of_faces, grouped_cast, grouped_measure
+from hybridtensor.ops.grouped_cast import by_kernels, measure_stack, quantize_groups, reference
 from hybridtensor.ops.groups import padded_rows
 from hybridtensor.testing import edge_tensor, random_tensor
 
@@ -185,3 +185,72 @@ def test_steps_that_kernels_do_not_take(device):
     groups = Groups(1, torch.tensor([8], dtype=torch.int32, device=device), 8)
     with pytest.raises(ValueError, match="a step that is a multiple of 16 is required, got 8"):
         grouped_cast(x, groups, CastRequest(CASTS[1]), CastInputs())
+
+
+MEASURED = [
+    (cast_of("fp8_e4m3_tensor"), cast_of("fp8_e5m2_tensor")),
+    (cast_of("fp8_e4m3_row"), cast_of("fp8_e4m3_row")),
+    (cast_of("fp8_e4m3_row"), cast_of("fp8_e4m3_tensor")),
+    (cast_of("fp8_e4m3_tensor"), None),
+    (None, cast_of("fp8_e4m3_row")),
+    (cast_of("nvfp4"), cast_of("nvfp4_row_scaled")),
+]
+
+
+@pytest.mark.parametrize("index", range(len(MEASURED)), ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_amaxes_of_stacks(device, index, dtype):
+    """Of each matrix and its rows and columns, in one pass; faces that are scaled by them are those of a cast alone.
+
+    Oracle: torch's maximum of magnitudes; extents that are no multiples of tiles, matrices that lie transposed, and
+    rows that kernels cannot read.
+    """
+    require_kernels(device)
+    row, column = MEASURED[index]
+    request = CastRequest(row, None if column is None else column.for_columnwise())
+    wide = torch.stack([random_tensor(80, 144, dtype=dtype, seed=seed, device=device) for seed in range(3)])
+    wide[1, 7, 3] = float("nan")  # does not count
+    turned = wide.transpose(-2, -1).contiguous().transpose(-2, -1)
+    for x in (wide, turned, wide[:, 1:, :128]):
+        counting = torch.where(x.isnan(), 0, x).abs().float()
+        of_row, of_column = measure_stack(x, request)
+        with np.errstate(all="ignore"):
+            kernels = amaxes_of_faces(grouped_measure(x, request), x.shape, request)
+        for cast, *found, axis in ((row, of_row, kernels[0], 2), (column, of_column, kernels[1], 1)):
+            for got in found:
+                assert (got is None) == (cast is None)
+                if cast is not None:
+                    known = counting.amax(axis) if cast.measures else counting.amax((1, 2))
+                    assert torch.equal(got, known.flatten())
+        shown = torch.ops.hybridtensor.measure_stack(x, str(request))
+        parts = [of_row] if of_row is of_column else [amax for amax in (of_row, of_column) if amax is not None]
+        assert torch.equal(shown, torch.cat(parts))
+        for one in (request, CastRequest(request.row), CastRequest(None, request.column)):
+            if one.row is one.column is None:
+                continue
+            given = CastInputs(
+                row_amax=of_row if one.row is not None else None,
+                column_amax=of_column if one.column is not None else None,
+            )
+            with np.errstate(all="ignore"):
+                got, alone = grouped_cast(x, Groups(3), one, given), reference(x, Groups(3), one, CastInputs())
+            for tensor, other in zip(got, alone, strict=True):
+                assert torch.equal(bits(tensor), bits(other))
+            again = reference(x, Groups(3), one, given)
+            assert all(torch.equal(bits(tensor), bits(other)) for tensor, other in zip(again, alone, strict=True))
+
+
+def test_amaxes_that_no_stack_has(device):
+    x = random_tensor(64, 128, dtype=torch.bfloat16, seed=1, device=device)
+    stack, row = torch.stack([x, x]), CastRequest(cast_of("fp8_e4m3_row"))
+    ends = torch.tensor([30, 64], dtype=torch.int32, device=device)
+    amax = torch.ones(128, device=device)
+    quantize_groups(stack, Groups(2), row, CastInputs(row_amax=amax))
+    for what, groups, request, given in (
+        (stack, Groups(2), row, amax[:64]),
+        (stack, Groups(2), CastRequest(cast_of("mxfp8_e4m3")), amax),
+        (stack, Groups(2), CastRequest(cast_of("fp8_e4m3_tensor")), amax[:1]),
+        (x, Groups(2, ends, 128), row, amax[:64]),
+    ):
+        with pytest.raises(ValueError, match="measure_stack"):
+            quantize_groups(what, groups, request, CastInputs(row_amax=given))

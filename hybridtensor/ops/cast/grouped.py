@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from hybridtensor.kernels.groups import AMAX, AMAX_ROW, GIVEN, Matrix, MeasureConstants
+from hybridtensor.ops.cast.face_by_face import inputs_of_column, inputs_of_row
 from hybridtensor.ops.cast.launches import CastLaunch, FaceOutput, KernelTask, Several
-from hybridtensor.ops.cast.of_transpose import casts_transpose, swapped
+from hybridtensor.ops.cast.of_transpose import casts_transpose, swapped, swapped_inputs
 from hybridtensor.ops.cast.planning import Planning
-from hybridtensor.ops.cast.request import CastInputs, CastRequest, check_draws
+from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest, check_draws
 from hybridtensor.ops.cast.tiles import (
     MEASURED,
     PER_ROW,
@@ -26,9 +27,9 @@ from hybridtensor.ops.cast.tiles import (
 )
 from hybridtensor.ops.face import FaceKind, Groups
 from hybridtensor.ops.groups import layouts_of, padded_rows
-from hybridtensor.ops.kernel_library import Launch, on_device
+from hybridtensor.ops.kernel_library import ALIGNMENT, Launch, on_device
 
-_ALIGNMENT = 16  # bytes, and elements from row to row: kernels rely on it
+_ALIGNMENT = 16  # elements from row to row: kernels rely on it
 
 
 class _Key(NamedTuple):
@@ -44,6 +45,8 @@ class _Key(NamedTuple):
     tokens: bool
     scaled: bool  # whether delayed scales are given
     record_dtype: torch.dtype | None  # of where amaxes are recorded
+    row_amax: bool | None  # of given amaxes whether their address is a multiple of ``ALIGNMENT``
+    column_amax: bool | None
 
 
 _CASTS: dict[_Key, GroupedCast] = {}
@@ -56,29 +59,79 @@ def grouped_cast(
     """Return the tensors of both faces of a non-empty ``x``; see ``ops.quantize_groups``."""
     if request.is_face_by_face:
         alone = request._replace(column=None), request._replace(row=None)
-        return [tensor for one in alone for tensor in grouped_cast(x, groups, one, inputs)]
+        return [
+            *grouped_cast(x, groups, alone[0], inputs_of_row(inputs)),
+            *grouped_cast(x, groups, alone[1], inputs_of_column(inputs)),
+        ]
     of_transpose = groups.ends is None and casts_transpose(x, request)
     if of_transpose:
+        x, request, inputs = x.transpose(-2, -1), swapped(request), swapped_inputs(inputs)
+    row, column = _cached(x, groups, request, inputs).run(x, groups.ends, inputs)
+    return [*column, *row] if of_transpose else [*row, *column]
+
+
+def grouped_measure(x: Tensor, request: CastRequest) -> Tensor:
+    """Return the amaxes of a non-empty stack that ``amaxes_of_faces`` splits; see ``ops.measure_stack``."""
+    turned = casts_transpose(x, request)
+    if turned:
         x, request = x.transpose(-2, -1), swapped(request)
+    found = _cached(x, Groups(x.shape[0]), request, NO_INPUTS).measure(x)
+    if not turned:
+        return found
+    of_row, of_column = amaxes_of_faces(found, x.shape, request)
+    if of_row is None or of_column is None or of_row is of_column:
+        return found
+    return torch.cat([of_column, of_row])
+
+
+def amax_sizes(shape: torch.Size, request: CastRequest) -> tuple[int, int]:
+    """Return the numbers of amaxes of both faces of a stack ``[E, M, K]``; none of the columnwise face where it has the
+    rowwise one's."""
+    count, *extents = shape
+    row, column = (
+        0 if cast is None else count * (extent if cast.measures else 1)
+        for cast, extent in zip(request[:2], extents, strict=True)
+    )
+    return row, 0 if _shares(request) else column
+
+
+def amaxes_of_faces(
+    found: Tensor, shape: torch.Size, request: CastRequest
+) -> tuple[Tensor | None, Tensor | None]:
+    """Split what was measured of a stack into the amaxes of its faces."""
+    row, column = amax_sizes(shape, request)
+    if _shares(request):
+        return found, found
+    return found[:row] if row else None, found[row:] if column else None
+
+
+def _shares(request: CastRequest) -> bool:
+    """Return whether both faces have one amax per matrix."""
+    return all(cast is not None and cast.measures is False for cast in request[:2])
+
+
+def _cached(x: Tensor, groups: Groups, request: CastRequest, inputs: CastInputs) -> GroupedCast:
+    """Return the cached cast of matrices like ``x``."""
+    given = (inputs.row_amax, inputs.column_amax)
     key = _Key(
         request,
         x.shape,
         x.stride(),
         x.dtype,
         x.device,
-        x.data_ptr() % _ALIGNMENT == 0,
+        x.data_ptr() % ALIGNMENT == 0,
         Groups(groups.num_groups, None, groups.step),
         groups.ends is not None,
         inputs.encode_scale is not None,
         None if (record := inputs.record) is None else record.dtype,
+        *(None if amax is None else amax.data_ptr() % ALIGNMENT == 0 for amax in given),
     )
     cast = _CASTS.get(key)
     if cast is None:
         if len(_CASTS) >= _MOST_CASTS:
             _CASTS.clear()
         cast = _CASTS[key] = GroupedCast(key)
-    row, column = cast.run(x, groups.ends, inputs)
-    return [*column, *row] if of_transpose else [*row, *column]
+    return cast
 
 
 class GroupedCast:
@@ -102,7 +155,11 @@ class GroupedCast:
         self._task = task = _task(key, faces, of_rowwise=source is not None)
         # Blocks of rows that only pad are not written
         self._clears = key.tokens and request.row is not None and row.side > 1
-        measured = [face.kind in MEASURED for face in faces]
+        given = key.row_amax, key.column_amax
+        measured = [
+            face.kind in MEASURED and known is None
+            for face, known in zip(faces, given, strict=True)
+        ]
         wanted = measured[0], measured[1] and source is None
         recorded = [key.record_dtype is not None and face.kind == GIVEN for face in faces]
         once = source is not None or not recorded[0]  # both faces of a matrix have its amax
@@ -135,9 +192,7 @@ class GroupedCast:
         if self._request.draws_signs:
             check_draws(self._request, inputs)
         row, column = (output.empty() for output in self._task.outputs)
-        if self._copies:
-            wide = x.new_empty(*x.shape[:-1], self._strides[-2])
-            x = wide[..., : x.shape[-1]].copy_(x)
+        x = self._readable(x)
         with on_device(x.device):
             if self._clears:
                 row[1].view(torch.uint8).zero_()
@@ -147,12 +202,33 @@ class GroupedCast:
             plan = None if self._plan is None or ends is None else self._plan(ends)
             row_amax = column_amax = x  # stands for nothing
             if self._measurement is not None:
-                row_amax, column_amax = self._measurement(x, plan, inputs.rounding)
+                amaxes = self._measurement(x, plan, inputs.rounding)
+                row_amax, column_amax = self._measurement.of_faces(amaxes)
+            if inputs.row_amax is not None:
+                row_amax = inputs.row_amax
+            if inputs.column_amax is not None:
+                column_amax = inputs.column_amax
             if self._measure_held is not None:
                 column_amax = torch.zeros(self._amaxes[1], dtype=torch.float32, device=x.device)
                 self._measure_held(x, ([], []), (row_amax, column_amax), inputs, plan)
             self._cast(x, (row, column), (row_amax, column_amax), inputs, plan)
         return row, column
+
+    def measure(self, x: Tensor) -> Tensor:
+        """Return the amaxes of both faces of a stack, of the rowwise one first."""
+        if self._measurement is None:
+            raise ValueError(
+                f"measure_stack: scales per tensor or row are required, got {self._request}"
+            )
+        x = self._readable(x)
+        with on_device(x.device):
+            return self._measurement(x, None, None)
+
+    def _readable(self, x: Tensor) -> Tensor:
+        """Return the matrices, or a copy that kernels can read."""
+        if not self._copies:
+            return x
+        return x.new_empty(*x.shape[:-1], self._strides[-2])[..., : x.shape[-1]].copy_(x)
 
 
 def _is_readable(key: _Key) -> bool:
@@ -258,13 +334,11 @@ class _Measurement:
             TOKENS=several.tokens,
         )
 
-    def __call__(
-        self, x: Tensor, plan: Tensor | None, rounding: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the fp32 amaxes of both faces; the same tensor twice if they are equal, or one face has none.
-        ``rounding``, key and step, is needed where signs are drawn."""
+    def __call__(self, x: Tensor, plan: Tensor | None, rounding: Tensor | None) -> Tensor:
+        """Return the fp32 amaxes of both faces, of the rowwise one first, which ``of_faces`` splits; ``rounding``, key
+        and step, is needed where signs are drawn."""
         new = x.new_zeros(self._size, dtype=torch.float32)
-        of_row, of_column = (new, new) if self._one else new.split(self._sizes)
+        of_row, of_column = self.of_faces(new)
         launch, several = self._launch, self._several
         take = launch.take
         taken = take(x)
@@ -278,4 +352,11 @@ class _Measurement:
             taken if rounding is None else take(rounding),
             *self._streams,
         )
+        return new
+
+    def of_faces(self, amaxes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the amaxes of each face; the same tensor twice if they are equal, or one face has none."""
+        if self._one:
+            return amaxes, amaxes
+        of_row, of_column = amaxes.split(self._sizes)
         return of_row, of_column
