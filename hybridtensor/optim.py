@@ -19,6 +19,7 @@ from hybridtensor.dtensor import local
 from hybridtensor.masters import follows_from_master, persistent_part, sharded_like, values_of
 from hybridtensor.ops.library import is_traced
 from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.subclasses.high_precision import values_in
 from hybridtensor.subclasses.quantizing import refresh_all_
 
 __all__ = ["MasterWeights"]
@@ -206,10 +207,14 @@ class MasterWeights(torch.optim.Optimizer):
     @torch.no_grad()
     def _follow_parameters(self) -> None:
         """Recreate the masters of parameters that were replaced, or that another optimizer steps."""
-        for parameter, master in self._pairs:
-            part, own = persistent_part(parameter), local(master)
-            if part.high_precision.is_of(own):
-                continue
+        pairs = [(persistent_part(parameter), local(master)) for parameter, master in self._pairs]
+        replaced = [(part, own) for part, own in pairs if not part.high_precision.is_of(own)]
+        # First: what stood there before may stand in another parameter now, or come back (torch.utils.swap_tensors).
+        for _, own in replaced:
+            before = values_in(own)
+            if before is not None:
+                before.keep_values()
+        for part, own in replaced:
             if not part.high_precision.was_of(own):
                 own.copy_(values_of(part))
             part.high_precision.set_master(own, follows=part.high_precision.follows)
@@ -277,6 +282,7 @@ class MasterWeights(torch.optim.Optimizer):
         own = [state.get(key, {}) for key in self._keys(state_dict)]
         loaded = [(of_one.pop("master", None), of_one.pop("follows", False)) for of_one in own]
         self._check_masters([values for values, _ in loaded])
+        self._follow_parameters()  # masters are written here, which may be those of weights elsewhere
         self.inner.load_state_dict(
             {**state_dict, "state": {key: of_one for key, of_one in state.items() if of_one}}
         )

@@ -619,3 +619,65 @@ def test_lbfgs_evaluates_its_closure_several_times(line_search):
     assert losses[0] == losses[1]
     assert len(losses[0]) > 5
     assert losses[0][-2] < losses[0][0]
+
+
+def two_layers(seed=0):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    net = ht.quantize_(net, "fp8", persistent=True)
+    return net, MasterWeights(torch.optim.SGD, net.parameters(), lr=0.01)
+
+
+def stepped(net, optimizer):
+    set_grads(net.parameters(), 1)
+    optimizer.step()
+    return [master.clone() for master in optimizer.masters().values()]
+
+
+@pytest.mark.parametrize("through", ["masters", "step", "state_dict", "load_state_dict"])
+def test_weights_that_are_swapped_take_their_values_along(through):
+    """Each master would be overwritten by the next one's, which reads it."""
+    (net, optimizer), (other, others) = two_layers(), two_layers()
+    a, b = (master.clone() for master in optimizer.masters().values())
+    torch.utils.swap_tensors(net[0].weight, net[1].weight)
+    if through == "load_state_dict":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    elif through == "state_dict":
+        optimizer.state_dict()
+    if through == "step":
+        with torch.no_grad():
+            other[0].weight.copy_(b)
+            other[1].weight.copy_(a)
+        expected, got = stepped(other, others), stepped(net, optimizer)
+    else:
+        expected, got = [b, a], list(optimizer.masters().values())
+    assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("between", ["nothing", "state_dict", "load_state_dict", "step"])
+def test_averages_that_are_swapped_in_and_out_leave_masters_as_they_were(between):
+    net, optimizer = two_layers()
+    average = copy.deepcopy(net)
+    with torch.no_grad():
+        for weight in average.parameters():
+            weight.copy_(torch.randn(64, 64) / 8)
+    before = [master.clone() for master in optimizer.masters().values()]
+    faces = [weight.dequantize() for weight in net.parameters()]
+
+    def swap():
+        for mine, theirs in zip(net.parameters(), average.parameters(), strict=True):
+            torch.utils.swap_tensors(mine, theirs)
+
+    saved = copy.deepcopy(optimizer.state_dict())
+    swap()
+    if between == "state_dict":
+        inside = optimizer.state_dict()["state"]
+        for index, weight in enumerate(net.parameters()):
+            assert torch.equal(inside[index]["master"], weight.high_precision.current)
+    elif between == "load_state_dict":
+        optimizer.load_state_dict(saved)
+    elif between == "step":
+        stepped(net, optimizer)
+    swap()
+    assert all(map(torch.equal, optimizer.masters().values(), before))
+    assert all(map(torch.equal, [weight.dequantize() for weight in net.parameters()], faces))

@@ -343,3 +343,23 @@ def test_warming_up_a_graphed_callable_leaves_no_trace(recipe):
     run = torch.cuda.make_graphed_callables(nn.Sequential(net), (1000 * x_of(9, "cuda"),))
     assert all(map(torch.equal, train(net, run), train(expected)))
     assert_same(net, expected)
+
+
+def test_backwards_without_a_step_keep_no_more_and_more():
+    """Of a frozen model whose input's gradient is wanted no step ends; the largest amax is that of all backwards."""
+    frozen, twin = model().requires_grad_(False), model().requires_grad_(False)
+    live = []
+    for step in range(1100):
+        x = x_of(step % 7) * (3 if step == 400 else 1)
+        frozen(x.requires_grad_()).sum().backward()
+        if step in (540, 1080):
+            live.append(
+                sum(len(state.record._committed) + len(state.record.of_inputs) for state in layer_states(frozen))
+            )
+        if step == 400:
+            twin(x.detach().requires_grad_()).sum().backward()
+    assert all(count < 4 * 2 * 256 for count in live)
+    of_input = [[state.amax[state.slots.index("input")] for state in layer_states(net)] for net in (frozen, twin)]
+    assert of_input[0][0] == of_input[1][0]
+    ht.step_(frozen)
+    assert not any(state.record._committed or state.record.of_inputs for state in layer_states(frozen))

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import gc
 import io
+import pickle
 import weakref
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from kernels import require_kernels
 from tiers import examples
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_leaves
 
 import hybridtensor as ht
 from hybridtensor import Context, DelayedFloat8Quantizer, HybridConfig, HybridQuantizer, LayerState
@@ -948,3 +950,16 @@ def test_a_state_of_a_derived_class_is_one():
     assert torch.equal(model.weight.grad, other.weight.grad)
     assert torch.equal(model.quantization_state.encode_scale, other.quantization_state.encode_scale)
     assert not torch.equal(other.quantization_state.encode_scale, torch.ones(3))
+
+
+def test_pickling_makes_no_tensors():
+    """A process that is spawned opens the memory of tensors later, when that of a temporary one would be gone."""
+    net = ht.quantize_(nn.Sequential(nn.Linear(32, 32)), "fp8_delayed")
+    net(torch.ones(4, 32)).sum().backward()
+    state = net[0].quantization_state
+    own = {buffer.data_ptr() for buffer in state.buffers()}
+    found = [value for value in tree_leaves(state.__getstate__()) if isinstance(value, torch.Tensor)]
+    assert all(tensor.data_ptr() in own for tensor in found)
+    again = pickle.loads(pickle.dumps(net))[0].quantization_state
+    assert torch.equal(again.amax, state.amax)
+    assert state.amax.any()

@@ -366,3 +366,49 @@ def test_a_part_of_the_model_gets_another_recipe(device, recipe):
             ht.step_(m)
     x = random_tensor(32, 256, dtype=torch.bfloat16, device=device)
     assert torch.equal(model(x), twin(x))
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed", "fp8_rowwise", "mxfp8"])
+@pytest.mark.parametrize("order", ["before", "between", "behind"])
+def test_an_evaluation_in_each_step_casts_nothing_more(recipe, order, casts, monkeypatch):
+    """As log probabilities of a policy do; the bits are those without it, and no face stays behind."""
+    made = []
+    quantized = MasterWeight.quantized
+    monkeypatch.setattr(
+        MasterWeight, "quantized", lambda self, *args, **kw: made.append(1) or quantized(self, *args, **kw)
+    )
+
+    def run(evaluates):
+        (model, optimizer), found = built(recipe), []
+        optimizer.param_groups[0]["lr"] = 1e-3
+        x = random_tensor(32, 256, dtype=torch.bfloat16, seed=1)
+
+        def evaluate(now):
+            if evaluates and now == order:
+                with torch.no_grad():
+                    model(x, sometimes=True)
+
+        for step in range(7):
+            if step == 4:
+                made.clear()
+                casts["cast"].clear()
+            evaluate("before")
+            y = model(x, sometimes=True)
+            evaluate("between")
+            y.float().pow(2).mean().backward()
+            found.append(y.detach())
+            kept = [face for layer in model.modules() if isinstance(layer, nn.Linear) for face in
+                    layer.weight.record.face_cache.faces()]  # fmt: skip
+            evaluate("behind")
+            optimizer.step()
+            optimizer.zero_grad()
+            ht.step_(model)
+        return found, len(kept)
+
+    outputs, kept = run(True)
+    counts = len(made), len(casts["cast"])
+    expected, kept_without = run(False)
+    same(outputs, expected)
+    assert counts == (len(made), len(casts["cast"]))
+    if order != "behind":
+        assert kept == kept_without

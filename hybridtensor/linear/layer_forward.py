@@ -32,6 +32,7 @@ from hybridtensor.dtensor import local
 from hybridtensor.linear.function import linear, require_plain_autograd
 from hybridtensor.linear.kinds import is_listed
 from hybridtensor.linear.operands import WEIGHTS
+from hybridtensor.linear.owners import go_by, set_owner
 from hybridtensor.linear.tensor_parallel import sharded_linear
 from hybridtensor.linear.uses import Uses
 from hybridtensor.ops.autograd import Function
@@ -62,6 +63,7 @@ def set_recipe(module: nn.Module, config: HybridConfig, state: LayerState) -> No
         # Transformers calls a layer with this attribute with the local parts of weights and inputs.
         module.__dict__["_hf_quantized_needs_local_tp"] = True
     module.__dict__[_RECIPE] = LayerRecipe(config, state)
+    set_owner([state], module)
 
 
 def drop_recipe(module: nn.Module) -> None:
@@ -137,14 +139,17 @@ class LayerForward:
         if layer is None:
             layer = required_layer(layer)
         weight: Any = layer._parameters.get("weight")
-        if type(weight) in WEIGHTS or _RECIPE not in layer.__dict__:
+        recipe = layer.__dict__.get(_RECIPE)
+        if type(weight) in WEIGHTS or recipe is None:
             # A weight of this library, or a layer that is plain again.
             if torch.compiler.is_dynamo_compiling():  # Dynamo must not trace the rest
                 return self.run(layer, args, kwargs)
+            if recipe is not None and weight.record.layer is not recipe.state:
+                go_by(recipe.state, weight, recipe.config, layer)
             if not self._ran and not observers:
                 self._ran = True
-                if _RECIPE in layer.__dict__ and not runs_linear(layer):
-                    with Uses(layer, layer.__dict__[_RECIPE].state):
+                if recipe is not None and not runs_linear(layer):
+                    with Uses(layer, recipe.state):
                         return self.run(layer, args, kwargs)
             if (
                 self.inner is None
@@ -163,7 +168,7 @@ class LayerForward:
         part = local(weight) if isinstance(weight, DTensor) else None
         if isinstance(weight, DTensor) and isinstance(part, WEIGHTS):
             # Tensor parallel.
-            state = layer.__dict__[_RECIPE].state
+            state = recipe.state
             if not torch.compiler.is_dynamo_compiling():
                 part.record.layer = state  # that of a copied layer is its own
             _require_ranks(state)
@@ -183,20 +188,27 @@ class LayerForward:
 
     # Copied and pickled with its layer; a bound method of the layer would be unpickled as the method of its class.
     def __deepcopy__(self, memo: dict[int, object]) -> LayerForward:
-        return type(self)(
-            required_layer(copy.deepcopy(self._layer(), memo)), copy.deepcopy(self.inner, memo)
-        )
+        layer = required_layer(copy.deepcopy(self._layer(), memo))
+        set_owner(copy.deepcopy(self._states(), memo), layer)
+        return type(self)(layer, copy.deepcopy(self.inner, memo))
 
     def __reduce__(self) -> tuple[object, ...]:
-        inner = self.inner
+        inner, states = self.inner, self._states()
         # pickle stores a bound method by its name, which would look up this forward on the layer
         if isinstance(inner, types.MethodType) and inner.__self__ is self._layer():
-            return _unbound, (type(self),), (self._layer(), inner.__func__, True)
-        return _unbound, (type(self),), (self._layer(), inner, False)
+            return _unbound, (type(self),), (self._layer(), inner.__func__, True, states)
+        return _unbound, (type(self),), (self._layer(), inner, False, states)
 
-    def __setstate__(self, state: tuple[nn.Module, Callable[..., object], bool]) -> None:
-        layer, inner, bound = state
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        layer, inner, bound, *states = state  # former versions pickled no states
         LayerForward.__init__(self, layer, types.MethodType(inner, layer) if bound else inner)
+        set_owner(states[0] if states else [], layer)
+
+    def _states(self) -> list[LayerState]:
+        """Return the states of the layer's weights."""
+        own = required_layer(self._layer()).__dict__
+        recipes = [*own.get(STACKS, {}).values(), *([own[_RECIPE]] if _RECIPE in own else [])]
+        return [recipe.state for recipe in recipes]
 
 
 def _with_self(signature: inspect.Signature) -> inspect.Signature:

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
@@ -25,6 +26,7 @@ from hybridtensor.linear.layer_forward import (
     required_layer,
 )
 from hybridtensor.linear.operands import WEIGHTS
+from hybridtensor.linear.owners import go_by, set_owner
 from hybridtensor.ops.library import outside_graphs
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState
@@ -38,6 +40,7 @@ def set_stack_recipe(
     if STACKS not in module.__dict__:
         module.forward = StackForward(module, module.__dict__.get("forward")).bound
     recipe = LayerRecipe(config, state)
+    set_owner([state], module)
     module.__dict__[STACKS] = {
         **module.__dict__.get(STACKS, {}),
         **dict.fromkeys(_names(module, parameter), recipe),
@@ -65,9 +68,14 @@ class StackForward(LayerForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
         layer = required_layer(self._layer())
-        for name in layer.__dict__.get(STACKS, ()):
-            if not isinstance(local(_at(layer, name)), (*WEIGHTS, type(None))):
+        for name, recipe in layer.__dict__.get(STACKS, {}).items():
+            weight = local(_at(layer, name))
+            if not isinstance(weight, (*WEIGHTS, type(None))):
                 return _with_recipes(self, layer, args, kwargs)
+            if weight is None or torch.compiler.is_dynamo_compiling():
+                continue
+            if weight.record.layer is not recipe.state:
+                go_by(recipe.state, weight, recipe.config, layer)
         return self.run(layer, args, kwargs)
 
 

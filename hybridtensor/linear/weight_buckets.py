@@ -165,7 +165,7 @@ class _Jobs:
         faces.begin(stamp, forward=True)
         outlast, _ = faces.lifetime(config.keep_faces)
         both = use.backward_follows and outlast
-        once = use.trained and not outlast
+        once = use.trained and not outlast and not faces.is_evaluated
         context = weight.context
         if once:
             context = weight.context_of_products(context, dtype)

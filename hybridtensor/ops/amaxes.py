@@ -23,6 +23,7 @@ from hybridtensor.ops.library import define, implement, is_captured
 
 _CHUNK = 4096  # numbers that are allocated at once
 _SPARE = 8
+_MOST_PENDING = 256  # backwards of a step that are kept apart: some layers' steps never end, as a frozen model's
 """Zeros that a layer keeps for the forwards of the next step: what a bucket of weights was recorded in would add up."""
 _ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that are multiples of 16
 
@@ -45,8 +46,8 @@ class AmaxRecord:
     Attributes:
         total: fp32 ``[S]``, zeros at first: what was recorded, but for what is committed and not folded in yet.
         address: int64 ``[1]`` on the same device: where ``total`` is.
-        of_inputs: What the layer's inputs of this step were measured into, one for each backward; other layers that
-            read the same input have the same.
+        of_inputs: What the layer's inputs of this step were measured into, one for each backward, or None where that
+            is unknown; other layers that read the same input have the same.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -86,6 +87,14 @@ class AmaxRecord:
             torch.maximum(self.total, amax, out=self.total)
         elif amax is not self.total and all(amax is not known for known in self._committed):
             self._committed.append(amax)
+            if len(self._committed) >= _MOST_PENDING:
+                fold([self])
+
+    def add_input(self, amax: Tensor | None) -> None:
+        """Record what a backward's input was measured into; None if that is unknown."""
+        if len(self.of_inputs) >= _MOST_PENDING:
+            self.of_inputs = [None]
+        self.of_inputs.append(amax)
 
 
 def fold(records: Sequence[AmaxRecord], *, reuse: bool = False) -> None:

@@ -2,9 +2,9 @@
 
 from hybridtensor.state.context import MAX_SEED, Context, require_context
 from hybridtensor.state.keys import STATE, weight_of_state
-from hybridtensor.state.layer import LayerState, required
+from hybridtensor.state.layer import LayerState
 from hybridtensor.state.ranks import Section, TrainingRanks
-from hybridtensor.state.rules import ROLES, DelayedRule
+from hybridtensor.state.rules import ROLES, DelayedRule, required
 from hybridtensor.state.tensors import StateTensors
 
 __all__ = [

@@ -333,7 +333,9 @@ class LayerState(StateModule):
         """Return the state without what belongs to this process: ranks, hints, amax records."""
         others = ("ranks", "_record", "_lineage", "_tensors")
         own = {name: v for name, v in self.__dict__.items() if name not in others}
-        return own | {"hints": {}, "amax": None if self.amax is None else self.amax.clone()}
+        # As numbers: a spawned process opens a tensor's memory later, when a copy would be gone.
+        amax = self.amax if self.amax is None or self.amax.is_meta else self.amax.tolist()
+        return own | {"hints": {}, "amax": amax}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled state; those of former versions lack some attributes."""
@@ -345,6 +347,8 @@ class LayerState(StateModule):
         own = {"hints": {}, "ranks": ALL_RANKS} | since | state | {"_buffers": buffers}
         super().__setstate__(own)  # type: ignore[no-untyped-call]
         self._lineage = Lineage()
+        if (scale := self.encode_scale) is not None:  # former versions pickled a tensor
+            amax = torch.as_tensor(amax, dtype=torch.float32, device=scale.device)
         self._take_record(amax)
         self.set_lineage(digest(self.slots, self.encode_scale, self.amax_history))
 
@@ -370,15 +374,16 @@ class LayerState(StateModule):
         scales = ", ".join(in_words(self.slots, self.rules))
         errors.append(
             f"{prefix[:-1]}: the checkpoint has other delayed scales than this model, ({scales}); "
-            "load it into a model with its own recipe, then change recipes with set_config_"
+            "load it into a model with its own recipe, then change recipes with set_config_; or its buffers were "
+            "averaged, as by AveragedModel(use_buffers=True): average parameters only"
         )
         return False
 
     def _to_fp32(self) -> None:
         """Cast loaded buffers back to fp32, and reset the step's amax."""
         for name in ("encode_scale", "amax_history"):
-            if self._buffers[name] is not None:
-                self._buffers[name] = required(self._buffers[name]).float()
+            if (buffer := self._buffers[name]) is not None:
+                self._buffers[name] = buffer.float()
         scale, amax = self.encode_scale, self.amax
         if scale is not None and amax is not None and amax.device == scale.device:
             amax.zero_()  # in place: CUDA graphs hold its address
@@ -391,10 +396,3 @@ class LayerState(StateModule):
         if self.rounding is not None:
             kept.append("stochastic rounding")
         return ", ".join(kept)
-
-
-def required(tensor: Tensor | None) -> Tensor:
-    """Return a tensor that must not be None."""
-    if tensor is None:
-        raise ValueError("LayerState: the recipe of this layer has no delayed scales")
-    return tensor

@@ -22,6 +22,8 @@ class Lineage(NamedTuple):
         """Return the lineage of scales and amax history as they are now."""
         if inputs is None or scale is None or history is None:
             return cls()
+        if scale.is_inference() or history.is_inference():  # nobody counts their writes
+            return cls()
         # Whoever else writes scales (a load, the broadcast of DistributedDataParallel) is counted
         # by autograd, and ends the lineage.
         return cls(inputs, (scale._version, history._version))
@@ -29,6 +31,8 @@ class Lineage(NamedTuple):
     def inputs_of(self, scale: Tensor | None, history: Tensor | None) -> object | None:
         """Return ``inputs`` if the scales and history are unchanged."""
         if self.inputs is None or scale is None or history is None:
+            return None
+        if scale.is_inference() or history.is_inference():  # put there since
             return None
         return self.inputs if self.versions == (scale._version, history._version) else None
 

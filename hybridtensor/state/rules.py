@@ -70,3 +70,10 @@ def same_tensor(slot: str) -> list[str]:
     role = next(role for role in ROLES if of_tensor.startswith(role))
     names = [of_tensor, role, f"{role}_rowwise", f"{role}_columnwise"]
     return [f"{name}{bracket}{expert}" for name in dict.fromkeys(names)]
+
+
+def required(tensor: Tensor | None) -> Tensor:
+    """Return a tensor that must not be None."""
+    if tensor is None:
+        raise ValueError("LayerState: the recipe of this layer has no delayed scales")
+    return tensor

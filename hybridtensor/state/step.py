@@ -13,10 +13,10 @@ from hybridtensor.arguments import require_flag, require_module, wrong
 from hybridtensor.ops.library import is_captured
 from hybridtensor.ranks import patience, require_alike
 from hybridtensor.state.contract import ADVICE, ranks_without_state, reduced
-from hybridtensor.state.layer import LayerState, required
+from hybridtensor.state.layer import LayerState
 from hybridtensor.state.ranks import TrainingRanks
 from hybridtensor.state.recording import require_finite, require_recorded
-from hybridtensor.state.rules import in_words
+from hybridtensor.state.rules import in_words, required
 from hybridtensor.state.stages import pipeline_size
 from hybridtensor.state.step_amaxes import (
     drop_amaxes,

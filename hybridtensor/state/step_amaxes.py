@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hybridtensor.ops.amaxes import fold
-from hybridtensor.state.layer import LayerState, required
+from hybridtensor.state.layer import LayerState
+from hybridtensor.state.rules import required
 from hybridtensor.state.training import Pending, on_host
 
 

@@ -68,7 +68,7 @@ class StateTensors(NamedTuple):
             for amax in (self.amax, of_weight, of_input):
                 if isinstance(amax, Tensor):
                     record.commit(amax)
-            record.of_inputs.append(of_input if isinstance(of_input, Tensor) else None)
+            record.add_input(of_input if isinstance(of_input, Tensor) else None)
 
     def require_on(self, device: torch.device, who: object) -> None:
         """Raise ValueError unless all tensors are on ``device``, because a kernel would use invalid addresses."""

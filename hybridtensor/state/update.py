@@ -14,8 +14,8 @@ from torch.autograd.graph import increment_version
 from hybridtensor.ops.kernel_library import Launch, on_device
 from hybridtensor.ops.launch_tables import LaunchTables
 from hybridtensor.ops.library import is_captured, runs_directly
-from hybridtensor.state.layer import LayerState, required
-from hybridtensor.state.rules import DelayedRule
+from hybridtensor.state.layer import LayerState
+from hybridtensor.state.rules import DelayedRule, required
 
 _FP32_MAX = torch.finfo(torch.float32).max
 

@@ -65,7 +65,7 @@ class FaceCache:
     """The cached faces of one weight.
 
     Forwards of training count, but for those inside of a backward, which recompute. A rowwise face that evaluation uses
-    more than once stays until training goes on.
+    more than once stays until training goes on; where each step evaluates as often, it stays for the step's forwards.
 
     Attributes:
         awaits_column: Whether a forward is over whose backward will ask for the columnwise face, which is to be made.
@@ -75,8 +75,11 @@ class FaceCache:
 
     __slots__ = (
         "_backwards",
+        "_evaluated",
         "_evaluations",
         "_forwards",
+        "_is_steady",
+        "_last_evaluated",
         "_last_forwards",
         "_stamp",
         "_stream",
@@ -89,7 +92,11 @@ class FaceCache:
     def __init__(self) -> None:
         self._stamp: Stamp | None = None
         self._views: dict[Place, CachedFaces] = {}
-        self._forwards = self._backwards = self._last_forwards = self._evaluations = 0
+        self._forwards = self._backwards = self._last_forwards = 0
+        self._evaluations = self._evaluated = self._last_evaluated = 0
+        self._is_steady = (
+            False  # whether there were as many uses between the last two writes as before
+        )
         self._stream: int | None = None  # of the launch that quantized several weights
         self.awaits_column = False
         self.last_use: LastUse | None = None
@@ -109,10 +116,12 @@ class FaceCache:
             self.begin(stamp, forward=forward)
         if forward:
             self.used_on = stream
-            if self.last_use != (trained, backward_follows):
+            # An evaluation between a write and training says nothing of what the next training needs.
+            if self.last_use != (trained, backward_follows) and (trained or not self._forwards):
                 self.last_use = LastUse(trained, backward_follows)
             if not trained:
                 self._evaluations += 1
+                self._evaluated += 1
             elif _task() == -1:  # inside of a backward it recomputes
                 self._forwards += 1
                 self._evaluations = 0
@@ -127,7 +136,12 @@ class FaceCache:
         self.last_use = None
         self._views.clear()
         if forward and self._forwards:  # the uses so far were those between two writes
-            self._last_forwards, self._forwards, self._backwards = self._forwards, 0, 0
+            last = self._last_forwards, self._last_evaluated
+            self._is_steady = last == (self._forwards, self._evaluated)
+            self._last_forwards, self._last_evaluated = self._forwards, self._evaluated
+            self._forwards = self._backwards = 0
+        if forward:
+            self._evaluated = 0
         self._evaluations = 0
 
     def is_old(self, stamp: Stamp) -> bool:
@@ -168,7 +182,7 @@ class FaceCache:
 
     def end_forward(self, policy: str, *, trained: bool, backward_follows: bool) -> None:
         """Release what a forward used and nothing will use again."""
-        again = self._is_reused or (not trained and self._evaluations > 1)
+        again = self._is_reused or self._awaits_forward or (not trained and self._evaluations > 1)
         frees = policy == "never" or (policy == "auto" and not again)
         lacks = not self._views
         for view in list(self._views.values()):  # another thread may clear them
@@ -187,6 +201,10 @@ class FaceCache:
         forwards, last = self._forwards, self._last_forwards
         is_over = last > 1 and forwards <= last <= self._backwards
         if policy == "never" or (policy == "auto" and (is_over or not self._is_reused)):
+            if policy == "auto" and self._awaits_forward:
+                for view in list(self._views.values()):
+                    view.column = None
+                return
             self._views.clear()
 
     def clear(self) -> None:
@@ -204,6 +222,17 @@ class FaceCache:
     def faces(self) -> list[Face]:
         found = (face for view in list(self._views.values()) for face in (view.row, view.column))
         return [face for face in found if face is not None]
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether evaluations use the weight in each step, too, as one before or after the forward of training."""
+        return self._is_steady and self._last_evaluated > 0
+
+    @property
+    def _awaits_forward(self) -> bool:
+        """Whether a step that evaluates has more forwards to come, if it is like those before."""
+        uses, last = self._forwards + self._evaluated, self._last_forwards + self._last_evaluated
+        return self.is_evaluated and uses < last
 
     @property
     def _is_reused(self) -> bool:

@@ -34,7 +34,16 @@ class HighPrecisionValues:
 
     # This object learns of every write. Version counters, compared at the next step, would say that there was a
     # write, not what was written.
-    __slots__ = ("_existed", "_follows", "_former", "_master", "_owned", "loaded", "original")
+    __slots__ = (
+        "__weakref__",
+        "_existed",
+        "_follows",
+        "_former",
+        "_master",
+        "_owned",
+        "loaded",
+        "original",
+    )
 
     def __init__(self, original: Tensor | None = None, follows: bool = False) -> None:
         self.original, self._follows = original, follows
@@ -94,6 +103,7 @@ class HighPrecisionValues:
         )
         self.original = self._master = self._former = None
         self._follows = False
+        made._register()
         return made
 
     def replaced(self, values: Tensor, *, follows: bool) -> HighPrecisionValues:
@@ -125,6 +135,18 @@ class HighPrecisionValues:
         self.release_original()
         self._master, self._former, self._existed = weakref.ref(master), None, True
         self._follows, self.loaded = follows, loaded
+        self._register()
+
+    def _register(self) -> None:
+        master = None if self._master is None else self._master()
+        if master is not None:
+            _of_masters[id(master)] = self
+
+    def keep_values(self) -> None:
+        """Hold a copy of the values, because their master will have those of another weight."""
+        current = self.current
+        if current is not None:
+            self.original, self._owned, self._master = current.clone(), True, None
 
     def release_original(self) -> None:
         """Release the original, because the faces were made from better values elsewhere."""
@@ -195,6 +217,16 @@ class HighPrecisionValues:
         """Copy an original that is aliased or not in ``dtype``; a master is unchanged."""
         if self.original is not None and not (self._owned and self.original.dtype == dtype):
             self.original, self._owned = self.original.to(dtype, copy=True), True
+
+
+_of_masters: weakref.WeakValueDictionary[int, HighPrecisionValues] = weakref.WeakValueDictionary()
+"""The values that masters hold, by the masters' ids, which may be those of former ones: see ``is_of``."""
+
+
+def values_in(master: Tensor) -> HighPrecisionValues | None:
+    """Return the values of the weight that ``master`` holds, or None if that weight is gone."""
+    found = _of_masters.get(id(master))
+    return found if found is not None and found.is_of(master) else None
 
 
 def is_same(a: Tensor, b: Tensor) -> bool:

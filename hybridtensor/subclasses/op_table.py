@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
@@ -57,9 +58,13 @@ class OpTable:
         return handler
 
     def call(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
-        """Run the handler of ``func``; raise NotImplementedError if there is none."""
+        """Run the handler of ``func``, or of the operators that it is composed of; raise NotImplementedError if there
+        is none."""
         handler = self.handlers.get(func)
         if handler is None:
+            # torch decomposes composite operators where autograd is; in inference mode they come here whole.
+            if isinstance(func, torch._ops.OpOverload) and _is_composite(func):
+                return func.decompose(*args, **kwargs)
             handler = self._handler_of_others(func)
         return handler(func, args, kwargs)
 
@@ -86,6 +91,15 @@ class OpTable:
 
     def __len__(self) -> int:
         return len(self.handlers)
+
+
+@functools.cache
+def _is_composite(func: torch._ops.OpOverload[..., Any]) -> bool:
+    """Return whether torch composes an operator of others on all devices; private, and what fake tensors ask, too."""
+    if func is torch.ops.aten.set_data.default:  # replaces what a tensor is, and computes nothing
+        return False
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 
 _OF_TORCH = frozenset(

@@ -1,0 +1,117 @@
+"""Weights that came from another layer go by the state of the layer that has them.
+
+Oracle: the model that is converted anew and loads the state dict, bit for bit.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from experts import ENDS, Experts, offsets
+from torch import nn
+
+import hybridtensor as ht
+from hybridtensor.testing import random_tensor
+
+X = random_tensor(16, 64, dtype=torch.float32, seed=1)
+
+
+def made(recipe, **options):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    return ht.quantize_(net, recipe, **options)
+
+
+def train(net, steps=3, of=lambda net: net(X * 10)):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for _ in range(steps):
+        of(net).square().mean().backward()
+        optimizer.step()
+        ht.step_(net)
+        optimizer.zero_grad()
+    return net
+
+
+def exchange(first, second, name="weight"):
+    one, other = getattr(first, name), getattr(second, name)
+    setattr(first, name, other)
+    setattr(second, name, one)
+
+
+def swap(first, second, name="weight"):
+    torch.utils.swap_tensors(getattr(first, name), getattr(second, name))
+
+
+def of_resumed(net, fresh):
+    fresh.load_state_dict(copy.deepcopy(net.state_dict()))
+    return fresh
+
+
+@pytest.mark.parametrize("move", [swap, exchange])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed", "nvfp4", "fp8_delayed+keep_faces"])
+def test_layers_that_exchange_weights(recipe, move):
+    net = train(made(recipe))
+    move(net[0], net[1])
+    other = of_resumed(net, made(recipe))
+    assert torch.equal(net(X), other(X))
+    for mine, theirs in zip(train(net).state_dict().values(), train(other).state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8"])
+def test_averages_that_are_swapped_in_and_out(recipe):
+    """The average's own state never stepped: its scales are those of a model that begins."""
+    net = made(recipe)
+    average = copy.deepcopy(net)
+    train(net, 5)
+    with torch.no_grad():
+        for mine, theirs in zip(average.parameters(), net.parameters(), strict=True):
+            mine.copy_(theirs)
+        expected = net(X)
+        for _ in range(2):
+            for mine, theirs in zip(average.parameters(), net.parameters(), strict=True):
+                torch.utils.swap_tensors(mine, theirs)
+            assert torch.equal(net(X), expected)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    "copied",
+    [lambda net: net, copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))],
+    ids=["same", "copied", "unpickled"],
+)
+def test_a_weight_of_several_layers_has_the_state_of_the_first(first, copied):
+    """Whichever runs first, also in a copy; the other one's stays as it was."""
+    net = made("fp8_delayed")
+    net[1].weight = net[0].weight
+    net = copied(net)
+    net[first](X)
+    train(net)
+    assert net[0].weight.layer is net[0].quantization_state
+    assert [bool(layer.quantization_state.amax_history.any()) for layer in net] == [True, False]
+
+
+def test_a_weight_of_another_recipe_keeps_it():
+    net, other = train(made("fp8_delayed")), made("fp8")
+    state = net[0].weight.layer
+    other[0].weight = net[0].weight
+    expected = net[0](X)
+    assert torch.equal(other[0](X), expected)
+    assert other[0].weight.layer is state
+
+
+@pytest.mark.parametrize("move", [swap, exchange])
+def test_experts_that_exchange_weights(move):
+    def model():
+        torch.manual_seed(0)
+        return ht.quantize_(nn.ModuleList([Experts(), Experts()]).bfloat16(), "fp8_delayed")
+
+    def outputs(net):
+        x = random_tensor(ENDS[0][-1], net[0].w1.shape[2], dtype=torch.bfloat16, seed=2)
+        return sum(each(x * (1 + 9 * index), offsets(ENDS[0])) for index, each in enumerate(net))
+
+    net = train(model(), of=outputs)
+    for name in ("w1", "w2", "w3"):
+        move(net[0], net[1], name)
+    assert torch.equal(outputs(net), outputs(of_resumed(net, model())))
