@@ -241,7 +241,7 @@ cases = {
     ],
     NotImplementedError: [
         lambda: persistent.weight.abs(), lambda: row.abs(), lambda: row.copy_(torch.ones(4, 16)),
-        lambda: linear.weight.share_memory_(),
+        lambda: persistent.weight.share_memory_(),
     ],
 }
 for kind, calls in cases.items():

@@ -223,20 +223,19 @@ def test_errors_of_weights():
     with torch.no_grad():
         equals(
             errors(
-                lambda: persistent.weight.geometric_(0.5),
+                lambda: persistent.weight.t_(),
                 lambda: persistent.weight.abs(),
-                lambda: layer.weight.share_memory_(),
+                lambda: persistent.weight.share_memory_(),
                 lambda: torch.fft.fft(layer.weight),
             ),
             """\
-NotImplementedError: HybridTensor: aten.geometric_.default is not an operation of this class; call
-  dequantize() first, step a weight through hybridtensor.optim.MasterWeights, or leave out the into= or
-  outputs_of= that made it
+NotImplementedError: HybridTensor: aten.t_.default is not an operation of this class; call dequantize() first,
+  step a weight through hybridtensor.optim.MasterWeights, or leave out the into= or outputs_of= that made it
 NotImplementedError: HybridTensor: aten.abs.default would compute with the values of a weight that is
   persistent, of which there are quantized faces only; multiply it by F.linear, read dequantize(), or leave
   the layer out of quantize_ (keep_bf16)
-NotImplementedError: MasterWeight: share_memory_() cannot share a tensor of several storages; share the inner
-  tensors, or send the state dict
+NotImplementedError: HybridTensor: share_memory_() cannot share a tensor of several storages; send the state
+  dict, or share a model with master weights: quantize_ without persistent=True
 NotImplementedError: MasterWeight: aten._fft_r2c.default is not an operation of this class; operate on
   dequantize(), or on a plain copy of the weight""",
         )

@@ -124,6 +124,15 @@ class MasterWeight(QuantizedWhenUsed):
         # ``_seen`` was copied from ``other``, but the version counter is still that of this object.
         self._seen = version_of(self)
 
+    def share_memory_(self) -> Self:
+        """Move the plain tensor to memory that processes share, whose writes each use counts: faces are not cached."""
+        self.plain.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Return whether processes share the memory; always true on a GPU, as of any tensor."""
+        return bool(self.plain.is_shared())
+
     def numpy(self, *, force: bool = False) -> Any:
         """Return a numpy array that shares the memory of the plain tensor.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 Func = Any
 """An operator of torch, or one of its functions."""
@@ -53,7 +54,8 @@ class OpTable:
         return add
 
     def register_others(self, handler: H) -> H:
-        """Register the handler of other libraries' operators whose schema declares mutations."""
+        """Register the handler of operators whose schema declares mutations: other libraries', and torch's that only
+        write what is of the class."""
         self._of_others = handler
         return handler
 
@@ -65,13 +67,17 @@ class OpTable:
             # torch decomposes composite operators where autograd is; in inference mode they come here whole.
             if isinstance(func, torch._ops.OpOverload) and _is_composite(func):
                 return func.decompose(*args, **kwargs)
-            handler = self._handler_of_others(func)
+            handler = self._handler_of_others(func, args, kwargs)
         return handler(func, args, kwargs)
 
-    def _handler_of_others(self, func: Func) -> Handler:
+    def _handler_of_others(self, func: Func, args: Args, kwargs: Kwargs) -> Handler:
         library = getattr(func, "namespace", "aten")
-        if self._of_others is None or library in _OF_TORCH:
+        if self._of_others is None:
             self.refuse(func)
+        if library in _OF_TORCH:
+            if not _only_writes(func, args, kwargs):
+                self.refuse(func)
+            return self._of_others
         if not func._schema.is_mutable:  # private; nothing else says whether an operator writes
             raise NotImplementedError(
                 f"{self._owner}: {func} is an operator of the library {library}, whose schema names nothing that it "
@@ -100,6 +106,21 @@ def _is_composite(func: torch._ops.OpOverload[..., Any]) -> bool:
         return False
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+def _only_writes(func: Func, args: Args, kwargs: Kwargs) -> bool:
+    """Return whether an operator writes values into all tensors of a class among its arguments, and reads none."""
+    if not isinstance(func, torch._ops.OpOverload) or torch.Tag.inplace_view in func.tags:
+        return False
+    read = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            given = args[position : position + 1] or (kwargs.get(argument.name),)
+            read += tree_leaves(given)
+    plain = torch.Tensor, torch.nn.Parameter
+    return func._schema.is_mutable and not any(
+        isinstance(item, torch.Tensor) and type(item) not in plain for item in read
+    )
 
 
 _OF_TORCH = frozenset(

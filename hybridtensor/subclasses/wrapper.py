@@ -265,8 +265,8 @@ class WrapperTensor(Tensor):
     def share_memory_(self) -> Self:
         """Raise: the inherited method would access a missing storage."""
         raise NotImplementedError(
-            f"{type(self).__name__}: share_memory_() cannot share a tensor of several storages; share the "
-            "inner tensors, or send the state dict"
+            f"{type(self).__name__}: share_memory_() cannot share a tensor of several storages; send the state "
+            "dict, or share a model with master weights: quantize_ without persistent=True"
         )
 
     @property

@@ -77,6 +77,16 @@ WRITES = {
     "data of a view": lambda w: w.data.view(-1)[3:9].add_(2.0),
     "split": lambda w: w.split(3)[1].zero_(),
     "unbind": lambda w: w.unbind(0)[2].fill_(1.0),
+    "addmm_": lambda w: w.addmm_(torch.ones(6, 4), torch.ones(4, 8)),
+    "addr_": lambda w: w.addr_(torch.ones(6), torch.ones(8)),
+    "masked_scatter_": lambda w: w.masked_scatter_(w > 0, torch.ones(6, 8)),
+    "scatter_reduce_": lambda w: w.scatter_reduce_(0, torch.zeros(1, 8, dtype=torch.long), torch.ones(1, 8), "sum"),
+    "geometric_": lambda w: w.geometric_(0.5),
+    "hardtanh_": lambda w: torch.nn.functional.hardtanh_(w, -0.1, 0.1),
+    "foreach_maximum_": lambda w: torch._foreach_maximum_([w], [torch.ones(6, 8)]),
+    "foreach_pow_": lambda w: torch._foreach_pow_([w], 2.0),
+    "out of others": lambda w: torch.add(torch.ones(6, 8), 1.0, out=w),
+    "out of a product": lambda w: torch.mm(torch.ones(6, 2), torch.ones(2, 8), out=w),
     "the master itself": lambda w: w.dequantize().add_(1.0),
     "a view, version preserved": lambda w: _preserving_version(w),
     "version bump": lambda w: w.master.view(-1)[:4].copy_(torch.ones(4)),
@@ -287,9 +297,14 @@ def test_a_write_between_forward_and_backward_is_an_error(spec):
 
 
 def test_refusals():
-    w = nn.Parameter(weight())
-    with pytest.raises(NotImplementedError, match="share_memory_"):
-        w.share_memory_()
+    """Writes that read the weight too, by which a product would escape, and those that replace the memory."""
+    w, x = nn.Parameter(weight()), torch.ones(6, 8)
+    for run in (
+        lambda: torch.add(w, x, out=w), lambda: torch.mm(w, x.t(), out=torch.empty(6, 6)),
+        lambda: torch.empty(6, 6).addmm_(w, x.t()), lambda: w.set_(x), lambda: w.t_(),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match=r"is not an operation|out is not possible"), torch.no_grad():
+            run()
     assert w.data_ptr() == w.master.data_ptr()
 
 
@@ -322,14 +337,19 @@ def test_flattened_for_a_graph_as_the_layer_is_now():
         before = now
 
 
-@pytest.mark.parametrize("shared", ["before", "inner"])
+@pytest.mark.parametrize("shared", ["before", "after", "inner"])
 def test_writes_of_another_process_are_seen(shared):
     """Hogwild, or an actor that reads what a learner writes: nothing in this process counts such a write."""
     layer, x = torch.nn.Linear(64, 64, bias=False), torch.randn(8, 64)
     if shared == "before":
         layer.share_memory()
     ht.quantize_(layer, "fp8")
-    if shared == "inner":
+    assert layer.weight.is_shared() == (shared == "before")
+    if shared == "after":
+        layer(x)
+        layer.share_memory()
+        assert layer.weight.is_shared()
+    elif shared == "inner":
         layer.weight.plain.share_memory_()
     with torch.no_grad():
         first, again = layer(x), layer(x)
