@@ -110,6 +110,7 @@ def mixed_precision(rank, recipes):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     for recipe in recipes:
         model, twin = mlp(recipe), mlp(recipe)
+        same_draws(rank, model, twin)
         for layer in layers(model):
             fully_shard(layer, mesh=mesh_of(rank, 2), mp_policy=policy)
         fully_shard(model, mesh=mesh_of(rank, 2), mp_policy=policy)
@@ -127,7 +128,7 @@ def mixed_precision(rank, recipes):
 
 
 def test_mixed_precision(two):
-    two.run(mixed_precision, [r for r in FORMATS if r != "nvfp4" and r != "nvfp4_1d_weight"])
+    two.run(mixed_precision, [*FORMATS, "fp8_rowwise+rowwise_dequantized", "nvfp4_fwd_mxfp8_bwd"])
 
 
 def autocast(rank, recipes):
@@ -151,13 +152,15 @@ def test_autocast(two):
 
 def accumulation(rank, recipes):
     for recipe in recipes:
-        for keep in (False, True):
+        for keep, names_the_last in ((False, False), (True, False), (False, True), (True, True)):
             model, twin = shard(make(recipe), mesh_of(rank, 2)), make(recipe)
             same_draws(rank, model, twin)
             if keep:
                 model.set_reshard_after_backward(False)
             for microbatch in range(3):
                 model.set_requires_gradient_sync(microbatch == 2)
+                if names_the_last:  # FSDP2 then prefetches blocks whose backward is over
+                    model.set_is_last_backward(microbatch == 2)
                 for m in (model, twin):
                     m(batch(microbatch)).square().mean().backward()
             for module in [*model, model]:

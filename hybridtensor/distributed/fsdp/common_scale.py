@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.subclasses.common_scale import CommonScale, by_scale
+from hybridtensor.subclasses.intercepting import InterceptingTensor
 
 if TYPE_CHECKING:
     from hybridtensor.distributed.fsdp.shard import Shard
@@ -37,6 +38,12 @@ def update_scales(written: Sequence[Written]) -> None:
         if members[0].shard.sharded.num_ranks > 1 and scale.amax is not None:
             group = members[0].shard.sharded.process_group
             dist.all_reduce(scale.amax, dist.ReduceOp.MAX, group=group)
+
+
+def of_weight(tensor: object) -> CommonScale | None:
+    """Return the common scale that a weight has with others, or None."""
+    layer = tensor.record.layer if isinstance(tensor, InterceptingTensor) else None
+    return getattr(layer, "common", None)
 
 
 def order_of(scale: CommonScale) -> StreamOrder:

@@ -77,6 +77,12 @@ class Shard:
     def dtype(self) -> torch.dtype:
         return self.sharded.dtype
 
+    @property
+    def cast_dtype(self) -> torch.dtype:
+        """Dtype of faces in high precision, and of what a rowwise face holds that is quantized again: there the
+        weight's, which rounds once, as of a weight that is not sharded."""
+        return self.sharded.tensor.dtype if self.config.weight.requantizes else self.dtype
+
     def adopt(self, config: HybridConfig) -> None:
         """Adopt a recipe, and make its plan."""
         if not self.has_recipe or self.config is not config:
@@ -91,12 +97,12 @@ class Shard:
         """Return whether quantizing the local shard needs amaxes of other ranks or weights."""
         if not isinstance(tensor, MasterWeight):
             return False
-        return self.plan.reduce is not None or common_of(tensor) is not None
+        return self.plan.reduce is not None or common_scale.of_weight(tensor) is not None
 
     @property
     def common(self) -> CommonScale | None:
         """The common scale of this weight, or None."""
-        return common_of(self.sharded.tensor)
+        return common_scale.of_weight(self.sharded.tensor)
 
     def written(self, part: MasterWeight) -> tuple[object, ...]:
         """Return a key that changes with every counted in-place write; aliases do not count, since ranks may differ
@@ -202,9 +208,8 @@ class Shard:
         section, first = tensor.record.section, tensor.record.first or 0
         if tensor.is_transposed:
             values = values.transpose(-2, -1)
-        return Part(
-            values, config.weight, self.plan, rank, self.amaxes, state, self.dtype, section, first
-        )
+        of_ranks = self.plan, rank, self.amaxes
+        return Part(values, config.weight, *of_ranks, state, self.cast_dtype, section, first)
 
     def forward_face(self) -> Face | None:
         """Return the rowwise face of the local shard as the next forward gathers it, recording nothing; None in high
@@ -213,7 +218,7 @@ class Shard:
         tensor: Any = self.sharded.tensor
         if not self.sharded.before_backward or not self.has_recipe:
             self.adopt(tensor.recipe)
-        self._agree(tensor, common_of(tensor))
+        self._agree(tensor, common_scale.of_weight(tensor))
         if self.plan.whole or self.plan.row.kind != "bytes":
             return None
         if isinstance(tensor, HybridTensor):
@@ -302,7 +307,7 @@ class Shard:
             source,
             rowwise=rowwise,
             columnwise=columnwise,
-            dtype=self.dtype,
+            dtype=self.cast_dtype,
             context=self._context(tensor),
         )
         faces.copy_from(made)
@@ -315,7 +320,7 @@ class Shard:
         quantizer: Any = self.config.weight
         with uncounted_writes(faces.of(COLUMN)):
             context = self._context(self.sharded.tensor)
-            made = quantizer.of_rowwise(faces.plain(ROW), self.dtype, context)
+            made = quantizer.of_rowwise(faces.plain(ROW), self.cast_dtype, context)
             faces.copy_from((None, made))
 
     def _context(self, tensor: Any) -> Context:
@@ -353,33 +358,29 @@ class Shard:
     def require(self, direction: str) -> FaceTensor:
         """Return a face of the gathered weight; gather again if it is not there.
 
-        So it is the first time that a backward runs a forward again (activation checkpointing).
-        From then on, backward gathers both faces.
+        So it is the first time that a backward runs a forward again (activation checkpointing): from then on, backward
+        gathers both faces. And in a forward that finds what was prefetched for a backward.
 
         Raises:
             RuntimeError: If it is not there, and cannot be gathered now, or recomputation was said not to happen.
         """
         if self.faces is not None and self.faces.is_there(direction):
             return self.faces.stored(direction)
-        if self.faces is None or self._expected is False or not self.sharded.before_backward:
+        again = self.sharded.before_backward and self._expected is not False
+        if self.faces is None or not (again or self.sharded.in_forward):
             raise RuntimeError(
                 f"fully_shard: the {direction} face of a weight {self.sharded.size} was not "
                 "gathered, only the other one was; say expect_recompute_(model, True) if backward "
                 "runs the forward again, or multiply by F.linear, or keep the weight with "
                 "reshard_after_forward=False"
             )
-        self.gathers.clear()
-        for sharded in self.sharded.of_the_group():
-            if isinstance(sharded.tensor, InterceptingTensor):
-                shard_of(sharded)._recomputed = True
+        if again:
+            self.gathers.clear()
+            for sharded in self.sharded.of_the_group():
+                if isinstance(sharded.tensor, InterceptingTensor):
+                    shard_of(sharded)._recomputed = True
         self.sharded.gather_again()
         return self.faces.stored(direction)
-
-
-def common_of(tensor: object) -> CommonScale | None:
-    """Return the common scale that a weight has with others, or None."""
-    layer = tensor.record.layer if isinstance(tensor, InterceptingTensor) else None
-    return getattr(layer, "common", None)
 
 
 def shard_of(sharded: ShardedParam) -> Shard:

@@ -163,7 +163,9 @@ class ShardedParam(NamedTuple):
         if state == TrainingState.FORWARD and self.group._reshard_after_forward and not in_backward:
             return True, self._may_stay_until_backward
         if state == TrainingState.PRE_BACKWARD and self.group.reshard_after_backward:
-            return False, True
+            # With ``set_is_last_backward(False)`` FSDP2 prefetches groups whose backward is over, which the next
+            # forward then finds: no forward of theirs awaits a backward.
+            return not self.group._post_forward_indices, True
         return True, True
 
     @property
@@ -173,6 +175,10 @@ class ShardedParam(NamedTuple):
         # is FORWARD, too, and each forward with gradients leaves an index until backward has ended.
         is_prefetch = self.state._training_state != TrainingState.FORWARD
         return is_prefetch and bool(self.group._post_forward_indices)
+
+    @property
+    def in_forward(self) -> bool:
+        return self.group._training_state == TrainingState.FORWARD and not self.before_backward
 
     @property
     def before_backward(self) -> bool:
@@ -220,7 +226,7 @@ class ShardedParam(NamedTuple):
             self.group._to_sharded()
 
     def gather_again(self) -> None:
-        """Gather the group in the middle of a backward, with the faces needed."""
+        """Gather the group in the middle of a forward or backward, with both faces."""
         # FSDP2 gathers only what is sharded, and ``wants`` returns both faces in the state IDLE. A
         # torch whose ``unshard`` checks for a running backward would raise here, on activation
         # checkpointing.
