@@ -49,6 +49,7 @@ from hybridtensor.subclasses.operators.matmul import require_reader, take_face
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NOTHING = contextlib.nullcontext()
+_NO_GRADIENTS = Needs(False, False, False)
 # The overload: looking it up in each call would take twice as long as the view
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
@@ -132,19 +133,14 @@ def quantized_linear(
     cast_from = input
     if input.dtype != dtype and not isinstance(input, QUANTIZED):
         input = input.to(dtype)  # the weight is not cast: one rounding, when it is quantized
-    if bias is not None:
-        bias = bias.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
     grad = torch.is_grad_enabled()
     if not grad and weight.dim() == 2:
         _require_no_gradient(weight)
-    needs = Needs(
-        input=grad and input.requires_grad,
-        weight=grad and weight.requires_grad,
-        bias=grad and bias is not None and bias.requires_grad,
-    )
+    of_bias = bias is not None and bias.requires_grad
+    needs = Needs(input.requires_grad, weight.requires_grad, of_bias) if grad else _NO_GRADIENTS
     training = needs.input or needs.weight or needs.bias
-    of_weight = weight.context
-    state = of_weight.state
+    state = (of_weight := weight.context).state
     if training and state is not None and state.step_amax is not None:
         before = input.record.amaxes if isinstance(input, HybridTensor) else None
         of_graph = isinstance(before, ReturnedAmaxes)
@@ -245,9 +241,8 @@ class _Linear(Function):
         layer = weight.record.layer
         ctx.products, saved = Backward.save(x, w, call.config, call.needs, call.context, layer)
         groups, traced = call.context.groups, not call.context.direct and is_traced()
-        ctx.has_groups = (
-            groups is not None
-        )  # saved below, so that autograd detects writes of their ends
+        # Saved below, so that autograd detects writes of their ends
+        ctx.has_groups = groups is not None
         graph_amaxes = ctx.products.graph_amaxes() if traced else []
         ctx.num_amaxes = len(graph_amaxes)
         # In this order: backward pops them from the end.

@@ -77,8 +77,8 @@ class FaceCache:
         "_backwards",
         "_evaluated",
         "_evaluations",
+        "_expected",
         "_forwards",
-        "_is_steady",
         "_last_evaluated",
         "_last_forwards",
         "_stamp",
@@ -94,9 +94,8 @@ class FaceCache:
         self._views: dict[Place, CachedFaces] = {}
         self._forwards = self._backwards = self._last_forwards = 0
         self._evaluations = self._evaluated = self._last_evaluated = 0
-        self._is_steady = (
-            False  # whether there were as many uses between the last two writes as before
-        )
+        # Forwards of a step that evaluates, if it is like those before
+        self._expected = 0
         self._stream: int | None = None  # of the launch that quantized several weights
         self.awaits_column = False
         self.last_use: LastUse | None = None
@@ -137,8 +136,9 @@ class FaceCache:
         self._views.clear()
         if forward and self._forwards:  # the uses so far were those between two writes
             last = self._last_forwards, self._last_evaluated
-            self._is_steady = last == (self._forwards, self._evaluated)
-            self._last_forwards, self._last_evaluated = self._forwards, self._evaluated
+            now = self._forwards, self._evaluated
+            self._expected = sum(now) if now == last and self._evaluated else 0
+            self._last_forwards, self._last_evaluated = now
             self._forwards = self._backwards = 0
         if forward:
             self._evaluated = 0
@@ -182,7 +182,8 @@ class FaceCache:
 
     def end_forward(self, policy: str, *, trained: bool, backward_follows: bool) -> None:
         """Release what a forward used and nothing will use again."""
-        again = self._is_reused or self._awaits_forward or (not trained and self._evaluations > 1)
+        awaited = self._forwards + self._evaluated < self._expected
+        again = awaited or self._is_reused or (not trained and self._evaluations > 1)
         frees = policy == "never" or (policy == "auto" and not again)
         lacks = not self._views
         for view in list(self._views.values()):  # another thread may clear them
@@ -201,7 +202,7 @@ class FaceCache:
         forwards, last = self._forwards, self._last_forwards
         is_over = last > 1 and forwards <= last <= self._backwards
         if policy == "never" or (policy == "auto" and (is_over or not self._is_reused)):
-            if policy == "auto" and self._awaits_forward:
+            if policy == "auto" and self._forwards + self._evaluated < self._expected:
                 for view in list(self._views.values()):
                     view.column = None
                 return
@@ -226,13 +227,7 @@ class FaceCache:
     @property
     def is_evaluated(self) -> bool:
         """Whether evaluations use the weight in each step, too, as one before or after the forward of training."""
-        return self._is_steady and self._last_evaluated > 0
-
-    @property
-    def _awaits_forward(self) -> bool:
-        """Whether a step that evaluates has more forwards to come, if it is like those before."""
-        uses, last = self._forwards + self._evaluated, self._last_forwards + self._last_evaluated
-        return self.is_evaluated and uses < last
+        return self._expected > 0
 
     @property
     def _is_reused(self) -> bool:

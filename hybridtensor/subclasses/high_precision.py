@@ -103,7 +103,7 @@ class HighPrecisionValues:
         )
         self.original = self._master = self._former = None
         self._follows = False
-        made._register()
+        made.register()
         return made
 
     def replaced(self, values: Tensor, *, follows: bool) -> HighPrecisionValues:
@@ -135,9 +135,10 @@ class HighPrecisionValues:
         self.release_original()
         self._master, self._former, self._existed = weakref.ref(master), None, True
         self._follows, self.loaded = follows, loaded
-        self._register()
+        self.register()
 
-    def _register(self) -> None:
+    def register(self) -> None:
+        """Let ``values_in`` find this by its master, if it has one."""
         master = None if self._master is None else self._master()
         if master is not None:
             _of_masters[id(master)] = self

@@ -34,13 +34,13 @@ def gathers_what_the_whole_is_quantized_to(rank, recipes, size, sizes):
                     exponents = (torch.arange(len(p)) // 32 * 5) % 8
                     p.mul_(2.0 ** exponents.view(-1, *[1] * (p.dim() - 1)))
             shard(model, mesh_of(rank, size), mp_policy=policy)
-            dtype = policy.param_dtype or torch.float32
             for block, other in zip(model, twin, strict=True):
                 block.unshard()
                 for layer in ("up", "down"):
                     weight, source = getattr(block, layer).weight, getattr(other, layer).weight
                     assert isinstance(weight, ht.HybridTensor)
                     context = ht.Context("weight", source.state)
+                    dtype = source.dtype if source.config.weight.requantizes else policy.param_dtype or source.dtype
                     made = source.config.weight.quantize(source.source, dtype=dtype, context=context)
                     assert_faces_equal(weight.rowwise, made.rowwise)
                     assert_faces_equal(weight.columnwise, made.columnwise)

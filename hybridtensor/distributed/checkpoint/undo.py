@@ -96,12 +96,14 @@ def _write(tensor: Tensor, former: Tensor) -> None:
 
 
 def of_slots(holder: HighPrecisionValues) -> Callable[[], None]:
-    """Return a function that restores the attributes of an object with ``__slots__``."""
-    former = {name: getattr(holder, name) for name in type(holder).__slots__}
+    """Return a function that restores the attributes of high-precision values."""
+    names = [name for name in type(holder).__slots__ if name != "__weakref__"]
+    former = {name: getattr(holder, name) for name in names}
 
     def undo() -> None:
         for name, value in former.items():
             setattr(holder, name, value)
+        holder.register()
 
     return undo
 
