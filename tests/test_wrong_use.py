@@ -74,6 +74,7 @@ MISUSE_OF_WEIGHTS = {
     "mm out": lambda w: torch.mm(X, w.t(), out=OUT),
     "matmul out": lambda w: torch.matmul(X, w.t(), out=OUT),
     "addmm out": lambda w: torch.addmm(torch.ones(16), X, w.t(), out=OUT),
+    "mm into a weight": lambda w: torch.mm(torch.ones(16, 4), torch.ones(4, 32), out=w),
     "short bias": lambda w: F.linear(X, w, torch.ones(1)),
     "bias of the input": lambda w: F.linear(X, w, torch.ones(32)),
     "bias with rows": lambda w: F.linear(X, w, torch.ones(4, 16)),

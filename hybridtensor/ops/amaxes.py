@@ -23,8 +23,9 @@ from hybridtensor.ops.library import define, implement, is_captured
 
 _CHUNK = 4096  # numbers that are allocated at once
 _SPARE = 8
-_MOST_PENDING = 256  # backwards of a step that are kept apart: some layers' steps never end, as a frozen model's
 """Zeros that a layer keeps for the forwards of the next step: what a bucket of weights was recorded in would add up."""
+_MOST_PENDING = 256
+"""Backwards of a step whose amaxes are kept apart: of some layers no step ends, as of a frozen model's."""
 _ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that are multiples of 16
 
 

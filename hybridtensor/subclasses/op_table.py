@@ -110,13 +110,18 @@ def _is_composite(func: torch._ops.OpOverload[..., Any]) -> bool:
 
 def _only_writes(func: Func, args: Args, kwargs: Kwargs) -> bool:
     """Return whether an operator writes values into all tensors of a class among its arguments, and reads none."""
+    # An operator that replaces a tensor's memory or shape writes no values into it. One with ``out`` may resize that.
     if not isinstance(func, torch._ops.OpOverload) or torch.Tag.inplace_view in func.tags:
+        return False
+    if func in (torch.ops.aten.set_data.default, torch.ops.aten._resize_output_.default):
         return False
     read = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             given = args[position : position + 1] or (kwargs.get(argument.name),)
             read += tree_leaves(given)
+        elif argument.kwarg_only:
+            return False
     plain = torch.Tensor, torch.nn.Parameter
     return func._schema.is_mutable and not any(
         isinstance(item, torch.Tensor) and type(item) not in plain for item in read

@@ -85,8 +85,6 @@ WRITES = {
     "hardtanh_": lambda w: torch.nn.functional.hardtanh_(w, -0.1, 0.1),
     "foreach_maximum_": lambda w: torch._foreach_maximum_([w], [torch.ones(6, 8)]),
     "foreach_pow_": lambda w: torch._foreach_pow_([w], 2.0),
-    "out of others": lambda w: torch.add(torch.ones(6, 8), 1.0, out=w),
-    "out of a product": lambda w: torch.mm(torch.ones(6, 2), torch.ones(2, 8), out=w),
     "the master itself": lambda w: w.dequantize().add_(1.0),
     "a view, version preserved": lambda w: _preserving_version(w),
     "version bump": lambda w: w.master.view(-1)[:4].copy_(torch.ones(4)),
@@ -297,15 +295,18 @@ def test_a_write_between_forward_and_backward_is_an_error(spec):
 
 
 def test_refusals():
-    """Writes that read the weight too, by which a product would escape, and those that replace the memory."""
+    """Writes that read the weight too, by which a product would escape, and those that replace or resize the memory."""
     w, x = nn.Parameter(weight()), torch.ones(6, 8)
     for run in (
         lambda: torch.add(w, x, out=w), lambda: torch.mm(w, x.t(), out=torch.empty(6, 6)),
         lambda: torch.empty(6, 6).addmm_(w, x.t()), lambda: w.set_(x), lambda: w.t_(),
+        lambda: torch.add(torch.ones(3, 3), 1.0, out=w),
+        lambda: torch.ops.aten._resize_output_(w, [3, 3], w.device),
     ):  # fmt: skip
         with pytest.raises(NotImplementedError, match=r"is not an operation|out is not possible"), torch.no_grad():
             run()
     assert w.data_ptr() == w.master.data_ptr()
+    assert w.shape == w.master.shape == w.plain.shape == (6, 8)
 
 
 def test_inference_tensors_are_quantized_afresh_after_writes():
