@@ -49,20 +49,32 @@ class AmaxRecord:
         address: int64 ``[1]`` on the same device: where ``total`` is.
         of_inputs: What the layer's inputs of this step were measured into, one for each backward, or None where that
             is unknown; other layers that read the same input have the same.
+        of_gathers: fp32 ``[S]``, the amaxes of this rank's part of a weight as FSDP2 gathered it last; they count if a
+            backward follows on any rank.
+        is_gathered: Whether a gather of this step recorded them.
+        is_used: Whether a backward ran since, in eager code.
+        used_in_graphs: fp32 ``[1]``, not 0 if one ran in compiled code.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._committed: list[Tensor] = []
         self.of_inputs: list[Tensor | None] = []
         self._spare: list[Tensor] = []  # zeros, for the forwards of the next step
+        self.is_gathered = self.is_used = False
+        begin = _aligned(size + 1)  # of those of gathers
         with torch.inference_mode(False), torch.no_grad():
-            if device.type == "meta":
-                self.total = torch.zeros(size, dtype=torch.float32, device=device)
+            is_meta = device.type == "meta"
+            memory = None if is_meta else _memory(_indexed(device))
+            taken = (
+                torch.zeros(begin + size, dtype=torch.float32, device=device)
+                if memory is None
+                else memory.take(begin + size)
+            )
+            self.total, self.used_in_graphs = taken[:size], taken[size : size + 1]
+            self.of_gathers, self._of_values = taken[begin : begin + size], taken[size:]
+            if memory is None:
                 self.address = nowhere(device)
                 return
-            memory = _memory(_indexed(device))
-            taken = memory.take(size)
-            self.total = taken[:size]
             self.address = torch.tensor([self.total.data_ptr()], dtype=torch.int64, device=device)
         # Not at exit, when nobody takes memory any more.
         weakref.finalize(self, memory.give_back, taken).atexit = False
@@ -91,6 +103,22 @@ class AmaxRecord:
             if len(self._committed) >= _MOST_PENDING:
                 fold([self])
 
+    def for_gather(self) -> Tensor:
+        """Return where the casts of a gather record amaxes, fp32 ``[S]``."""
+        self.is_gathered = True
+        return self.of_gathers
+
+    def settle_gathers(self) -> None:
+        """Commit the amaxes of the gathers so far if a backward ran, and drop them if not: other values come next."""
+        if not self.is_gathered:
+            return
+        # As in ``provisional``: a policy of checkpointing that counts operators finds these in one of its passes.
+        with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+            used = self.used_in_graphs + int(self.is_used)
+            counted = torch.where(used != 0, self.of_gathers, 0.0)
+            forget_gathers([self])
+            self.commit(counted)
+
     def add_input(self, amax: Tensor | None) -> None:
         """Record what a backward's input was measured into; None if that is unknown."""
         if len(self.of_inputs) >= _MOST_PENDING:
@@ -117,6 +145,15 @@ def fold(records: Sequence[AmaxRecord], *, reuse: bool = False) -> None:
                 record._spare.append(amax)
 
 
+def forget_gathers(records: Sequence[AmaxRecord]) -> None:
+    """Forget what gathers recorded, and that backwards ran."""
+    found = [record._of_values for record in records if record.is_gathered]
+    if found:
+        torch._foreach_zero_(found)
+    for record in records:
+        record.is_gathered = record.is_used = False
+
+
 class _Memory:
     """The memory of all records on one device, with its index."""
 
@@ -129,7 +166,7 @@ class _Memory:
 
     def take(self, size: int) -> Tensor:
         """Return at least ``size`` fp32 zeros."""
-        whole = -(-size // _ALIGNED) * _ALIGNED
+        whole = _aligned(size)
         with self._lock:
             self._sort_returned()
             free = self._free.get(whole)
@@ -167,6 +204,10 @@ class _Memory:
         )
 
 
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
 @functools.cache
 def _memory(device: torch.device) -> _Memory:
     return _Memory(device)
@@ -199,6 +240,7 @@ def _commit_reference(address: Tensor, amaxes: list[Tensor], after: Tensor) -> T
         for amax in amaxes:
             raised = record[: len(amax)]
             raised.copy_(torch.maximum(raised, amax))
+            record[len(amax)] = 1.0
     return address.new_empty(0, dtype=torch.float32)
 
 
@@ -211,7 +253,7 @@ def _commit_on_a_gpu(address: Tensor, amaxes: list[Tensor], after: Tensor) -> Te
 
 @functools.cache
 def _raise_launch(size: int) -> Launch:
-    blocks = -(-size // 128)
+    blocks = -(-(size + 1) // 128)
     return Launch("delayed", "raise_kernel", blocks, options={"num_warps": 1}, BLOCK=128)
 
 
@@ -226,7 +268,8 @@ implement("commit", _commit_on_a_gpu)
 
 
 def commit(address: Tensor, amaxes: list[Tensor], after: Tensor) -> Tensor:
-    """Raise the record at an address to amaxes, and return an empty tensor for what has to come after.
+    """Raise the record at an address to amaxes, mark that a backward ran, and return an empty tensor for what has to
+    come after.
 
     Args:
         address: int64 ``[1]``, of a record ``[S]``; 0 drops them.

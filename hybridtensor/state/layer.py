@@ -170,6 +170,8 @@ class LayerState(StateModule):
         """Record that a backward of the layer ran."""
         own = self.__dict__  # Module.__setattr__ would look through parameters and buffers first
         own["recorded" if recorded else "unrecorded"] = True
+        if recorded:
+            own["_record"].is_used = True
 
     def tensors(self) -> StateTensors:
         """Return the state's tensors for quantizers."""

@@ -24,7 +24,6 @@ class without_recording:  # noqa: N801  (used as a context)
     For forwards with a backward that are no part of a training step: attribution, profiling, warming up. Forwards
     alone leave no trace anyway: what they measure is recorded in their backward. Nor do the dry runs of
     ``torch.distributed.pipelining`` and ``torch.cuda.make_graphed_callables``. What counts is where forward ran.
-    Under FSDP2 a gather records amaxes of weights, so that this is for forwards alone, too.
 
     Args:
         model: A model that went through ``quantize_``.

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hybridtensor.arguments import require_flag, require_module, wrong
+from hybridtensor.ops.amaxes import forget_gathers
 from hybridtensor.ops.library import is_captured
 from hybridtensor.ranks import patience, require_alike
 from hybridtensor.state.contract import ADVICE, ranks_without_state, reduced
@@ -21,12 +22,14 @@ from hybridtensor.state.stages import pipeline_size
 from hybridtensor.state.step_amaxes import (
     drop_amaxes,
     fold_amaxes,
+    gathered_amaxes,
     leaders,
     next_lineages,
+    records_of,
     separate_siblings,
     share_amaxes,
 )
-from hybridtensor.state.training import layer_states, training_of
+from hybridtensor.state.training import Group, layer_states, training_of
 from hybridtensor.state.update import update_scales
 
 
@@ -172,29 +175,44 @@ def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRa
     # First: a lineage is valid for one version of the scales, which are written below.
     lineages = next_lineages(states)
     fold_amaxes(states)
-    # After the fold, which fills ``amax``. Before the collective: the maxima over ranks are then alike in siblings,
-    # too.
-    share_amaxes(states)
     groups = _groups(model, states, ranks)
     for group in groups:
         _check_same_scales(model, states, group)
     for device in dict.fromkeys(required(state.encode_scale).device for state in states):
         of_device = [state for state in states if required(state.encode_scale).device == device]
-        # One collective for all layers on a device.
-        amaxes = torch.cat([required(state.amax) for state in of_device])
-        compares = bool(groups) and not is_captured()
-        sent = torch.cat([amaxes, leaders(of_device, lineages)]) if compares else amaxes
-        for group in groups:
-            sent = reduced(training_of(model), sent, group)
-        amaxes, of_siblings = sent[: len(amaxes)], sent[len(amaxes) :]
+        records = records_of(of_device)
+        each, of_siblings, whole = [record.amax for record in records], None, None
+        # Without other ranks the amaxes are used where they are, unless gathers have some, too.
+        if groups or any(record.is_gathered for record in records):
+            of_siblings = None if is_captured() or not groups else leaders(of_device, lineages)
+            whole, of_siblings = _over_ranks(model, of_device, groups, of_siblings)
+            each = list(whole.split([len(amax) for amax in each]))
+        share_amaxes(of_device, each)
         # A state without a model follows the rule of delayed scaling, in which an Inf enters the history
         if not isinstance(model, LayerState):
-            require_finite(model, of_device, amaxes)
-        update_scales(of_device, amaxes if groups else None)
+            require_finite(model, of_device, torch.cat(each) if whole is None else whole)
+        update_scales(of_device, whole)
+        forget_gathers(records)
         for state in of_device:
             state.set_lineage(lineages[state])
-        if compares:
+        if of_siblings is not None:
             separate_siblings(training_of(model).siblings, of_device, of_siblings)
+
+
+def _over_ranks(
+    model: nn.Module, states: list[LayerState], groups: list[Group], others: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the amaxes of layers on one device over all ranks, fp32 ``[N * S]``, and the largest of other numbers."""
+    # One collective for all layers.
+    parts = [torch.cat([required(state.amax) for state in states]), *gathered_amaxes(states)]
+    sent = torch.cat(parts if others is None else [*parts, others])
+    for group in groups:
+        sent = reduced(training_of(model), sent, group)
+    count = len(parts[0])
+    amaxes, of_gathers, used = sent[: 3 * count].split(count)
+    # Each rank has the amax of its part of a weight, and a backward may have run on another one.
+    amaxes = torch.maximum(amaxes, torch.where(used != 0, of_gathers, 0.0))
+    return amaxes, None if others is None else sent[3 * count :]
 
 
 def _groups(

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from hybridtensor.ops.amaxes import fold
+from hybridtensor.ops.amaxes import AmaxRecord, fold, forget_gathers
 from hybridtensor.state.layer import LayerState
 from hybridtensor.state.rules import required
 from hybridtensor.state.training import Pending, on_host
 
 
+def records_of(states: Iterable[LayerState]) -> list[AmaxRecord]:
+    """Return the records of the layers that have one."""
+    return [state.record for state in states if state.record is not None]
+
+
 def fold_amaxes(states: Iterable[LayerState]) -> None:
     """Fold the committed amaxes of all layers into ``amax``, in few launches per device, at the end of a step."""
-    records = [state.record for state in states if state.record is not None]
+    records = records_of(states)
     for device in dict.fromkeys(record.total.device for record in records):
         fold([record for record in records if record.total.device == device], reuse=True)
 
@@ -27,6 +32,7 @@ def drop_amaxes(states: Iterable[LayerState]) -> None:
     fold_amaxes(kept)
     if kept:
         torch._foreach_zero_([required(state.amax) for state in kept])
+        forget_gathers(records_of(kept))
     for state in kept:
         _measured_inputs(state)
         own = state.__dict__  # Module.__setattr__ would look through parameters and buffers first
@@ -45,17 +51,25 @@ def _measured_inputs(state: LayerState) -> frozenset[int] | None:
     return frozenset(found) if len(found) == len(of_inputs) else None
 
 
-def share_amaxes(states: list[LayerState]) -> None:
-    """Set the amaxes of layers with a common weight scale to their maximum."""
-    by_scale: dict[int, list[LayerState]] = {}
-    for state in states:
+def gathered_amaxes(states: list[LayerState]) -> tuple[Tensor, Tensor]:
+    """Return the amaxes of gathered weights, and numbers that are not 0 where a backward of the layer ran; fp32
+    ``[N * S]`` both."""
+    records = records_of(states)
+    one = torch.ones_like(records[0].used_in_graphs)
+    used = [(one if r.is_used else r.used_in_graphs).expand(len(r.total)) for r in records]
+    return torch.cat([record.of_gathers for record in records]), torch.cat(used)
+
+
+def share_amaxes(states: list[LayerState], amaxes: Sequence[Tensor]) -> None:
+    """Set the amaxes ``[S]`` of layers with a common weight scale to their maximum."""
+    by_scale: dict[int, list[tuple[LayerState, Tensor]]] = {}
+    for state, amax in zip(states, amaxes, strict=True):
         if state.common is not None:
-            by_scale.setdefault(id(state.common), []).append(state)
+            by_scale.setdefault(id(state.common), []).append((state, amax))
     for siblings in by_scale.values():
-        for slot in (slot for slot in siblings[0].slots if slot.startswith("weight")):
-            amaxes = [required(s.amax)[s.slots.index(slot)] for s in siblings if slot in s.slots]
-            largest = torch.stack(amaxes).amax()
-            torch._foreach_copy_(amaxes, [largest] * len(amaxes))
+        for slot in (slot for slot in siblings[0][0].slots if slot.startswith("weight")):
+            found = [a[state.slots.index(slot)] for state, a in siblings if slot in state.slots]
+            torch._foreach_copy_(found, [torch.stack(found).amax()] * len(found))
 
 
 def next_lineages(states: list[LayerState]) -> dict[LayerState, object | None]:

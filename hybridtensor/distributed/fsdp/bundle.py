@@ -18,7 +18,7 @@ from hybridtensor.distributed.fsdp.payload import (
     WeightPayload,
 )
 from hybridtensor.distributed.fsdp.plan import ROW
-from hybridtensor.distributed.fsdp.sending import HookResult, Sent, Weight, fill
+from hybridtensor.distributed.fsdp.sending import HookResult, Sent, Weight, fill, gathered_state
 from hybridtensor.distributed.fsdp.shard import Shard
 from hybridtensor.distributed.fsdp.torch_compat import free_storage
 from hybridtensor.distributed.fsdp.unpack import Copies, Received
@@ -265,7 +265,7 @@ class Bundle:
         self, shard: Shard, share: WeightPayload, part: MasterWeight
     ) -> PayloadCast | None:
         """Return the cast of a weight into its cached payload, for one launch of several; None if it ran already."""
-        state, plain = part.state, part.plain
+        state, plain = gathered_state(part), part.plain
         others = shard.amaxes, *(() if state is None else (*state[:3], state.common_amax))
         cast = share.cached_cast(plain, others)
         if cast is None:

@@ -71,7 +71,7 @@ def fill(
         first = 0
     else:
         values = tensor.source
-        part = part_of(values, tensor.state)
+        part = part_of(values, gathered_state(tensor))
         out = [target for name in _DIRECTIONS for target in share.tensors.get(name, [])]
         prepared = part.prepare_into(out, rowwise=rowwise, columnwise=columnwise)
         if prepared is not None:
@@ -87,6 +87,12 @@ def fill(
         if face is not None and not face.follows_rowwise and direction in names:
             share.fill(direction, face, first, tensor.shape[0])
     return None
+
+
+def gathered_state(tensor: Weight) -> StateTensors | None:
+    """Return the state of a weight's layer for casts of a gather."""
+    state = tensor.state
+    return None if state is None else state.of_gather()
 
 
 def _values(tensor: Weight, plan: Plan, dtype: torch.dtype) -> Tensor:

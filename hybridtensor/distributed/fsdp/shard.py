@@ -14,7 +14,13 @@ from hybridtensor.distributed.fsdp.gathered_faces import GatheredFaces, uncounte
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan, check_persistent
 from hybridtensor.distributed.fsdp.planning import plan_of
 from hybridtensor.distributed.fsdp.scales import Part
-from hybridtensor.distributed.fsdp.sending import HookResult, Sent, Weight, whole_values
+from hybridtensor.distributed.fsdp.sending import (
+    HookResult,
+    Sent,
+    Weight,
+    gathered_state,
+    whole_values,
+)
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.distributed.fsdp.torch_compat import ShardedParam, alloc_storage
 from hybridtensor.ops import Face
@@ -146,6 +152,8 @@ class Shard:
             if seen == self.seen:
                 return False
         self.seen = seen
+        if isinstance(layer, LayerState) and layer.record is not None:
+            layer.record.settle_gathers()
         return True
 
     def wants(self, rowwise: bool, columnwise: bool) -> tuple[bool, bool]:
@@ -203,13 +211,12 @@ class Shard:
 
     def part(self, values: Tensor, state: StateTensors | None) -> Part:
         """Return the local shard with all that it is quantized by."""
-        config, rank = self.config, self.sharded.rank
         tensor: Any = self.sharded.tensor
         section, first = tensor.record.section, tensor.record.first or 0
         if tensor.is_transposed:
             values = values.transpose(-2, -1)
-        of_ranks = self.plan, rank, self.amaxes
-        return Part(values, config.weight, *of_ranks, state, self.cast_dtype, section, first)
+        of_ranks = self.plan, self.sharded.rank, self.amaxes
+        return Part(values, self.config.weight, *of_ranks, state, self.cast_dtype, section, first)
 
     def forward_face(self) -> Face | None:
         """Return the rowwise face of the local shard as the next forward gathers it, recording nothing; None in high
@@ -325,7 +332,7 @@ class Shard:
 
     def _context(self, tensor: Any) -> Context:
         """Return the quantizers' context of the whole weight, from that of the local shard."""
-        context: Context = tensor.context
+        context: Context = tensor.context._replace(state=gathered_state(tensor))
         if context.groups is None:
             return context
         count = self.sharded.size[0]
