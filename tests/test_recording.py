@@ -220,6 +220,16 @@ def test_a_face_that_was_made_by_a_forward_alone_brings_nothing_of_its_input():
 # -- steps whose amaxes cannot be used
 
 
+def test_steps_where_tensors_are_made_on_the_device_by_default(default_device, device):
+    """What comes back to the host does not follow ``torch.set_default_device``."""
+    net = model(device=device)
+    for step in range(3):
+        net(x_of(step, device)).sum().backward()
+        ht.step_(net)
+    scales = [state.encode_scale for state in layer_states(net)]
+    assert all(scale.device.type == device and bool((scale != 1).all()) for scale in scales)
+
+
 def test_a_step_without_recording_raises():
     net = model()
     with ht.without_recording(net):

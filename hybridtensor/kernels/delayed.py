@@ -45,13 +45,13 @@ def update_kernel(slots, targets, amaxes, REDUCED: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def raise_kernel(address, amaxes, size, BLOCK: tl.constexpr):
-    """Raise a record to amaxes, and the number behind it to 1.
+    """Raise a record to amaxes, and as many numbers behind it to 1.
 
     Args:
-        address: int64 ``[1]``, the address of the record, fp32 ``[size + 1]``; 0 where nothing is recorded.
+        address: int64 ``[1]``, the address of the record, fp32 ``[2 * size]``; 0 where nothing is recorded.
         amaxes: fp32 ``[size]``.
         size: How many there are.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amaxes + i, mask=i < size, other=1.0)
-    record_amax(address, i, amax, i <= size)
+    record_amax(address, i, amax, i < 2 * size)

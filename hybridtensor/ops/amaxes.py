@@ -53,7 +53,7 @@ class AmaxRecord:
             backward follows on any rank.
         is_gathered: Whether a gather of this step recorded them.
         is_used: Whether a backward ran since, in eager code.
-        used_in_graphs: fp32 ``[1]``, not 0 if one ran in compiled code.
+        used_in_graphs: fp32 ``[S]``, not 0 if one ran in compiled code.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class AmaxRecord:
         self.of_inputs: list[Tensor | None] = []
         self._spare: list[Tensor] = []  # zeros, for the forwards of the next step
         self.is_gathered = self.is_used = False
-        begin = _aligned(size + 1)  # of those of gathers
+        begin = _aligned(2 * size)  # of those of gathers
         with torch.inference_mode(False), torch.no_grad():
             is_meta = device.type == "meta"
             memory = None if is_meta else _memory(_indexed(device))
@@ -70,7 +70,7 @@ class AmaxRecord:
                 if memory is None
                 else memory.take(begin + size)
             )
-            self.total, self.used_in_graphs = taken[:size], taken[size : size + 1]
+            self.total, self.used_in_graphs = taken[:size], taken[size : 2 * size]
             self.of_gathers, self._of_values = taken[begin : begin + size], taken[size:]
             if memory is None:
                 self.address = nowhere(device)
@@ -240,7 +240,7 @@ def _commit_reference(address: Tensor, amaxes: list[Tensor], after: Tensor) -> T
         for amax in amaxes:
             raised = record[: len(amax)]
             raised.copy_(torch.maximum(raised, amax))
-            record[len(amax)] = 1.0
+            record[len(amax) : 2 * len(amax)] = 1.0
     return address.new_empty(0, dtype=torch.float32)
 
 
@@ -253,7 +253,7 @@ def _commit_on_a_gpu(address: Tensor, amaxes: list[Tensor], after: Tensor) -> Te
 
 @functools.cache
 def _raise_launch(size: int) -> Launch:
-    blocks = -(-(size + 1) // 128)
+    blocks = -(-2 * size // 128)
     return Launch("delayed", "raise_kernel", blocks, options={"num_warps": 1}, BLOCK=128)
 
 

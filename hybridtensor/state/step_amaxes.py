@@ -55,8 +55,10 @@ def gathered_amaxes(states: list[LayerState]) -> tuple[Tensor, Tensor]:
     """Return the amaxes of gathered weights, and numbers that are not 0 where a backward of the layer ran; fp32
     ``[N * S]`` both."""
     records = records_of(states)
-    one = torch.ones_like(records[0].used_in_graphs)
-    used = [(one if r.is_used else r.used_in_graphs).expand(len(r.total)) for r in records]
+    most = max(len(record.total) for record in records)
+    ones = torch.ones(most, dtype=torch.float32, device=records[0].total.device)
+    # All of them contiguous: ``cat`` launches once, or once for each.
+    used = [ones[: len(r.total)] if r.is_used else r.used_in_graphs for r in records]
     return torch.cat([record.of_gathers for record in records]), torch.cat(used)
 
 

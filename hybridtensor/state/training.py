@@ -87,7 +87,7 @@ def on_host(flags: Tensor) -> tuple[Tensor, Callable[[], bool]]:
     """Return flags on the host, and whether they have arrived there: the host does not wait for a GPU."""
     if not flags.is_cuda:
         return flags, lambda: True
-    made = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+    made = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
     made.copy_(flags, non_blocking=True)
     event = torch.cuda.Event()
     event.record()
