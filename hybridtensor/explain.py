@@ -18,7 +18,6 @@ from hybridtensor.explanation.rows import GatherRow, GemmRow, LayerRow, Rows, Se
 from hybridtensor.explanation.tables import tables
 from hybridtensor.explanation.totals import (
     Share,
-    is_of_rowwise,
     predicted,
     saved_bytes,
     saved_bytes_per_token,
@@ -262,7 +261,7 @@ def _gemm_rows(layer: LayerRow, device: torch.device, *, grouped: bool) -> list[
 
 
 def _operand(config: HybridConfig, role: str, direction: str, fmt: Format) -> str:
-    if direction == "columnwise" and is_of_rowwise(getattr(config, role)):
+    if direction == "columnwise" and getattr(config, role).derives_columnwise:
         return f"{role}.{direction}: " + (
             "dequantized rowwise" if fmt.is_identity else f"{fmt} of rowwise"
         )

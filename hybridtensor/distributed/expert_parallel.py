@@ -27,7 +27,8 @@ from hybridtensor.ops import Face
 from hybridtensor.ops.autograd import Function
 from hybridtensor.ops.library import autocasts, outside_graphs
 from hybridtensor.ops.scaled_mm import rowwise_values
-from hybridtensor.quantizers import HybridQuantizer, OneFormatQuantizer, Quantizer
+from hybridtensor.quantizers import OneFormatQuantizer, Quantizer
+from hybridtensor.quantizers.hybrid import of_direction
 from hybridtensor.recipes.named import from_name
 from hybridtensor.state import STATE, LayerState
 from hybridtensor.subclasses import HybridTensor, is_converted
@@ -260,12 +261,12 @@ def _input_quantizer(style: ExpertParallel, module: nn.Module) -> tuple[Quantize
 
 def _of_rows(quantizer: Quantizer) -> tuple[Quantizer | None, str]:
     """Return the quantizer of inputs if rows can be sent quantized, or None and why not."""
-    row = quantizer.rowwise if isinstance(quantizer, HybridQuantizer) else quantizer
+    row = of_direction(quantizer, "rowwise")
     if quantizer.rowwise_format.is_identity:
         return None, "the rowwise face is in high precision"
     if not isinstance(row, OneFormatQuantizer) or not _within_rows(row):
         return None, f"{row.rowwise_format}: its scales, or draws, are not those of a token"
-    if not isinstance(quantizer, HybridQuantizer) or quantizer.columnwise_source == "original":
+    if not quantizer.derives_columnwise:
         return None, "the columnwise face is made of the original tokens"
     return quantizer, ""
 

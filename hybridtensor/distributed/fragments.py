@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridtensor.arguments import require_items, require_tensor, shown
 from hybridtensor.formats import Format
-from hybridtensor.quantizers import HybridQuantizer, Quantizer
+from hybridtensor.quantizers import Quantizer
 from hybridtensor.recipes.config import weight_values
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
@@ -57,12 +57,7 @@ class Fragment(NamedTuple):
         return made if self.weight.columnwise is None or self._of_rowwise() else [*made, COLUMN]
 
     def _of_rowwise(self) -> bool:
-        quantizer = self.quantizer
-        of_rowwise = (
-            isinstance(quantizer, HybridQuantizer)
-            and quantizer.columnwise_source == "rowwise_dequantized"
-        )
-        return of_rowwise and self.weight.columnwise is not None
+        return self.quantizer.derives_columnwise and self.weight.columnwise is not None
 
     def format(self, direction: str) -> Format:
         quantizer = self.quantizer

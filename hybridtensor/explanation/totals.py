@@ -10,7 +10,6 @@ import torch
 from hybridtensor.costs import CostTable, word_of
 from hybridtensor.explanation.rows import LayerRow, Rows
 from hybridtensor.formats import Format
-from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.selection import is_quantized
@@ -109,11 +108,7 @@ def saved_bytes_per_token(config: HybridConfig, in_features: int, dtype: torch.d
     quantizer = config.input
     if config.save_original_input:
         return in_features * dtype.itemsize
-    if (
-        is_of_rowwise(quantizer)
-        and isinstance(quantizer, HybridQuantizer)
-        and isinstance(quantizer.columnwise, IdentityQuantizer)
-    ):
+    if quantizer.derives_columnwise and quantizer.columnwise_format.is_identity:
         return quantizer.rowwise_format.bytes_per_row(in_features, dtype)
     column = quantizer.columnwise_format
     if column.element is None:
@@ -122,14 +117,6 @@ def saved_bytes_per_token(config: HybridConfig, in_features: int, dtype: torch.d
     blocks = 0.0 if along is None else _num_blocks(in_features, across) / along
     scales = 0.0 if column.scale_dtype is None else blocks * column.scale_dtype.itemsize
     return in_features / column.elements_per_byte + scales
-
-
-def is_of_rowwise(quantizer: Quantizer) -> bool:
-    """Return whether the columnwise face is requantized from the rowwise data."""
-    return (
-        isinstance(quantizer, HybridQuantizer)
-        and quantizer.columnwise_source == "rowwise_dequantized"
-    )
 
 
 def _num_blocks(extent: int, block: int | None) -> int:

@@ -368,7 +368,7 @@ def columnwise_of_stored(
         context: Which tensor this is.
     """
     if isinstance(quantizer, HybridQuantizer):
-        if quantizer.columnwise_source == "rowwise_dequantized":
+        if quantizer.derives_columnwise:
             return quantizer.of_rowwise(row, dtype, context)
     elif row.format.is_square and row.scale is not None:
         return _transposed(row)

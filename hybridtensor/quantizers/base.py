@@ -53,6 +53,9 @@ class Quantizer(ABC):
     requantizes: ClassVar[bool] = False
     """Whether the columnwise face is quantized from the values that the rowwise face holds."""
 
+    derives_columnwise: ClassVar[bool] = False
+    """Whether the columnwise face is made from the values that the rowwise face holds, or has just these."""
+
     draws_from_rowwise: ClassVar[bool] = False
     """Whether each step requantizes the columnwise face from the rowwise one with new random signs (EDEN); persistent
     weights then store the rowwise one alone."""

@@ -105,8 +105,14 @@ class HybridQuantizer(CastQuantizer):
     def requantizes(self) -> bool:  # type: ignore[override]
         """Whether the columnwise face is quantized from the values that the rowwise face holds."""
         both = self.rowwise, self.columnwise
-        of_rowwise = self.columnwise_source == "rowwise_dequantized"
-        return of_rowwise and not any(isinstance(one, IdentityQuantizer) for one in both)
+        return self.derives_columnwise and not any(
+            isinstance(one, IdentityQuantizer) for one in both
+        )
+
+    @property
+    def derives_columnwise(self) -> bool:  # type: ignore[override]
+        """Whether the columnwise face is made from the values that the rowwise face holds, or has just these."""
+        return self.columnwise_source == "rowwise_dequantized"
 
     @property
     def rowwise_format(self) -> Format:
@@ -154,7 +160,7 @@ class HybridQuantizer(CastQuantizer):
             of_column, OneFormatQuantizer
         ):
             return None
-        of_rowwise = columnwise and self.columnwise_source == "rowwise_dequantized"
+        of_rowwise = columnwise and self.derives_columnwise
         row = column = None
         if rowwise or of_rowwise:
             row = of_row.cast(context._replace(direction="rowwise"))
@@ -171,7 +177,7 @@ class HybridQuantizer(CastQuantizer):
             return self.rowwise.faces(
                 x, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
             )
-        of_rowwise = columnwise and self.columnwise_source == "rowwise_dequantized"
+        of_rowwise = columnwise and self.derives_columnwise
         if of_rowwise:  # which reads elements
             context = context._replace(values=(False, False))
         row = column = None
@@ -200,3 +206,10 @@ class HybridQuantizer(CastQuantizer):
         return self.columnwise.faces(
             values, rowwise=False, columnwise=True, dtype=dtype, context=context
         )[1]
+
+
+def of_direction(quantizer: Quantizer, direction: str) -> Quantizer:
+    """Return the quantizer of the ``"rowwise"`` or the ``"columnwise"`` face."""
+    if not isinstance(quantizer, HybridQuantizer):
+        return quantizer
+    return quantizer.rowwise if direction == "rowwise" else quantizer.columnwise

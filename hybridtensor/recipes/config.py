@@ -17,6 +17,7 @@ from hybridtensor.formats import Format
 from hybridtensor.ops.native_mm import has_fast_accum
 from hybridtensor.ops.scaled_mm import check_multipliable
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
+from hybridtensor.quantizers.hybrid import of_direction
 from hybridtensor.recipes.spec import FLAGS, GEMMS, Faces, Gemm, Spec, simplified
 from hybridtensor.recipes.spec_of_config import derive
 from hybridtensor.state import ROLES, DelayedRule
@@ -161,7 +162,7 @@ class HybridConfig(AOBaseConfig):
             )
         for role in ("input", "weight"):
             quantizer = getattr(self, role)
-            row = quantizer.rowwise if isinstance(quantizer, HybridQuantizer) else quantizer
+            row = of_direction(quantizer, "rowwise")
             overridden = HybridQuantizer(row, IdentityQuantizer(), sources[override])
             object.__setattr__(self, role, overridden)
         object.__setattr__(self, "grad_output", IdentityQuantizer())
@@ -380,9 +381,9 @@ def _told_formats(config: HybridConfig, gemm: Gemm) -> str:
 
 def _columnwise_repeatable(quantizer: Quantizer) -> bool:
     """Return whether the columnwise face can be recomputed with the same bits."""
-    if isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source == "original":
-        return quantizer.columnwise.repeatable
-    return quantizer.repeatable
+    if quantizer.derives_columnwise:
+        return quantizer.repeatable
+    return of_direction(quantizer, "columnwise").repeatable
 
 
 @functools.lru_cache(maxsize=256)

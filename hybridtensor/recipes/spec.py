@@ -29,6 +29,7 @@ from hybridtensor.quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
+from hybridtensor.quantizers.hybrid import of_direction
 from hybridtensor.state import ROLES
 
 DIRECTIONS = ("rowwise", "columnwise")
@@ -122,10 +123,8 @@ class Faces:
         faces = cls({})
         for role, quantizer in quantizers.items():
             for direction in DIRECTIONS:
-                hybrid = isinstance(quantizer, HybridQuantizer)
-                face = getattr(quantizer, direction) if hybrid else quantizer
-                faces.quantizers[role, direction] = face
-            if isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source == OF_ROWWISE:
+                faces.quantizers[role, direction] = of_direction(quantizer, direction)
+            if quantizer.derives_columnwise:
                 faces.of_rowwise.add(role)
         return faces
 

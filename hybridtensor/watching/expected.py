@@ -11,7 +11,8 @@ import torch
 from hybridtensor import ops
 from hybridtensor.formats import REGISTRY
 from hybridtensor.ops import Cast, CastInputs, CastRequest
-from hybridtensor.quantizers import HybridQuantizer, Quantizer
+from hybridtensor.quantizers import Quantizer
+from hybridtensor.quantizers.hybrid import of_direction
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.watching.statistics import face_sizes, face_statistics, measure_face, part_of
@@ -101,6 +102,5 @@ def _quantizers(recipe: str) -> dict[str, object]:
     for role in ("input", "weight", "grad_output"):
         quantizer = getattr(config, role)
         for direction in ("rowwise", "columnwise"):
-            hybrid = isinstance(quantizer, HybridQuantizer)
-            found[f"{role}.{direction}"] = getattr(quantizer, direction) if hybrid else quantizer
+            found[f"{role}.{direction}"] = of_direction(quantizer, direction)
     return found

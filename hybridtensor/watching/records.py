@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hybridtensor.quantizers import HybridQuantizer
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS as PRODUCTS
 from hybridtensor.watching.statistics import face_statistics, product_statistics
@@ -231,10 +230,6 @@ def _format(config: HybridConfig, role: str, direction: str) -> str:
     """Format a face's format, with ", dequantized" if requantized from the rowwise data."""
     quantizer = getattr(config, role)
     fmt = getattr(quantizer, f"{direction}_format")
-    of_rowwise = (
-        isinstance(quantizer, HybridQuantizer)
-        and quantizer.columnwise_source == "rowwise_dequantized"
-    )
-    if direction == "columnwise" and of_rowwise and fmt.is_identity:
+    if direction == "columnwise" and quantizer.derives_columnwise and fmt.is_identity:
         return f"{quantizer.rowwise_format}, dequantized"
     return str(fmt)
