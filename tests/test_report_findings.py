@@ -125,7 +125,7 @@ def test_nothing_stands_out_and_by_what_margin(tmp_path):
     run = trained("fp8_rowwise").recording()
     told, links = text_of(ht.report(run, tmp_path / "page.html"))
     nearest = min(judged(run), key=lambda one: min(one.margin, one.row_margin if one.is_face else math.inf))
-    assert f"Nothing stands out. The nearest to its threshold is {nearest.row.layer} {nearest.name}: " in told
+    assert f"Nothing stands out. The nearest to its threshold is {nearest.row.layer} {nearest.row.name}: " in told
     assert f"{nearest.sqnr:.1f} dB, {nearest.margin:.1f} dB above {nearest.threshold:.1f} dB" in told
     assert f"its noisiest row {nearest.row_margin:.1f} dB above" in told
     assert "normally distributed values" in told
@@ -153,37 +153,37 @@ def test_an_outlier_that_vanishes_in_the_mean_is_found(outlier, tmp_path):
     assert len(links) == len(set(links)) >= 2
     for one in judged(outlier):
         if one.anchor in links:
-            assert f"<td>{one.row.layer}</td><td>{one.name}</td>" in rows[one.anchor]
+            assert f"<td>{one.row.layer}</td><td>{one.row.name}</td>" in rows[one.anchor]
 
 
 def test_what_to_try_is_a_recipe_that_mends_it(outlier):
     """The first recipe of each finding, tried in its layer."""
     found = [one for one in judged(outlier) if one.margin < 0 or one.row_margin < 0]
-    weight = next(one for one in found if one.name == "weight.rowwise")
+    weight = next(one for one in found if one.row.name == "weight.rowwise")
     told = remedy(weight, "fp8")
     assert "keep_bf16=['1.up_proj']" in told
     specs = re.findall(r"the recipe (\S+) for", told)
     assert specs == ["fp8_rowwise/fp8/fp8", "mxfp8/fp8/fp8"]
     for spec in specs:
         again = judged(trained(spec, outlier=1e6).recording())
-        mended = next(o for o in again if (o.row.layer, o.name) == ("1.up_proj", "weight.rowwise"))
+        mended = next(o for o in again if (o.row.layer, o.row.name) == ("1.up_proj", "weight.rowwise"))
         assert mended.row_margin > 0
     trained("fp8", keep_bf16=["1.up_proj"])  # such a name is taken
 
 
 def test_remedies_by_format():
-    faces = {(one.row.layer, one.name): one for one in judged(recording().recording())}
+    faces = {(one.row.layer, one.row.name): one for one in judged(recording().recording())}
     nvfp4 = faces["0.down_proj", "grad_output.columnwise"]
     assert "the recipe nvfp4/nvfp4/mxfp8 for this layer (mxfp8 for grad_weight" in remedy(nvfp4, "nvfp4")
     rowwise = faces["1.up_proj", "weight.rowwise"]
     assert "the recipe mxfp8/fp8_rowwise/fp8_rowwise for" in remedy(rowwise, "fp8_rowwise")
     assert remedy(rowwise, "no recipe") == "keep_bf16=['1.up_proj']"
-    block = rowwise._replace(row=dataclasses.replace(rowwise.row, format="mxfp8_e4m3"))
+    block = rowwise._replace(rows=[dataclasses.replace(rowwise.row, format="mxfp8_e4m3")])
     assert "the recipe bf16/mxfp8/mxfp8 for" in remedy(block, "mxfp8")
     numbers = rowwise.row.statistics | {"overflows%": 3.0}
-    late = rowwise._replace(row=dataclasses.replace(rowwise.row, format="fp8_e4m3_tensor", statistics=numbers))
+    late = rowwise._replace(rows=[dataclasses.replace(rowwise.row, format="fp8_e4m3_tensor", statistics=numbers)])
     assert "the recipe fp8/fp8_delayed/fp8_delayed for" in remedy(late, "fp8_delayed")
-    root = rowwise._replace(row=dataclasses.replace(rowwise.row, layer="<root>"))
+    root = rowwise._replace(rows=[dataclasses.replace(rowwise.row, layer="<root>")])
     assert "keep_bf16" not in remedy(root, "fp8")
     assert remedy(root, "no recipe") == "bf16 for this product"
 

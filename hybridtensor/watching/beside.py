@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hybridtensor.watching.expected import TWICE
-from hybridtensor.watching.markup import decibel, escape, section, table, table_row
+from hybridtensor.watching.markup import decibel, decibels, escape, section, table, table_row
 from hybridtensor.watching.recording import Recording
-from hybridtensor.watching.records import FaceRow, ProductRow
 
 _MOST_FINDINGS = 12
 _MOST_NAMES = 8
@@ -87,14 +86,9 @@ def _figures(recording: Recording, steps: set[int]) -> dict[_Key, _Figures]:
     found: dict[_Key, list[tuple[float, str]]] = {}
     for sample in recording.samples:
         if sample.step in steps:
-            rows: Iterable[FaceRow | ProductRow] = (*sample.faces, *sample.products)
-            for one in rows:
-                name, formats = (
-                    (one.operand, one.format)
-                    if isinstance(one, FaceRow)
-                    else (one.product, " x ".join(one.formats))
-                )
-                found.setdefault((one.layer, name), []).append((one.statistics["sqnr"], formats))
+            for one in (*sample.faces, *sample.products):
+                of_place = found.setdefault((one.layer, one.name), [])
+                of_place.append((one.statistics["sqnr"], one.told_formats))
     return {
         key: _Figures(tuple(number for number, _ in of), of[-1][1]) for key, of in found.items()
     }
@@ -148,7 +142,7 @@ def _findings(found: Compared) -> str:
 def _sentence(found: Compared, pair: _Pair, difference: float) -> str:
     if pair.first is None or pair.second is None:
         return ""
-    a, b = (f"{decibel(one.mean)}{_unit(one.mean)}" for one in (pair.first, pair.second))
+    a, b = (decibels(one.mean) for one in (pair.first, pair.second))
     if math.isnan(difference):
         bad = found.names[0 if math.isnan(pair.first.mean) else 1]
         return f"not finite in {bad}; {a} in {found.names[0]}, {b} in {found.names[1]}."
@@ -163,10 +157,6 @@ def _sentence(found: Compared, pair: _Pair, difference: float) -> str:
         f"{by}{word} in {found.names[0]} ({a}) than in {found.names[1]} ({b}); threshold "
         f"{found.threshold(pair):.1f} dB.{formats}"
     )
-
-
-def _unit(value: float) -> str:
-    return " dB" if math.isfinite(value) else ""
 
 
 def _nothing(found: Compared) -> str:

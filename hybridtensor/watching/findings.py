@@ -24,7 +24,7 @@ def standing_out(found: Sequence[Judged]) -> list[Judged]:
         elif one.row_margin < 0:
             ranked.append((2, one.row_margin, one))
         elif one.below:
-            ranked.append((3, one.worst_sqnr, one))
+            ranked.append((3, one.worst.statistics["sqnr"], one))
     return [one for *_, one in sorted(ranked, key=lambda rank: rank[:2])]
 
 
@@ -32,7 +32,7 @@ def findings(recording: Recording, found: Sequence[Judged]) -> str:
     """Render what stands out, or by how much nothing does."""
     out = standing_out(found)
     shown = "".join(
-        f"<li>{link(one)} ({escape(one.formats)}): {escape(sentence(one))} "
+        f"<li>{link(one)} ({escape(one.row.told_formats)}): {escape(sentence(one))} "
         f"<em>Try {escape(remedy(one, recording.recipes.get(one.row.layer, '')))}.</em></li>"
         for one in out[:MOST]
     )
@@ -44,14 +44,14 @@ def findings(recording: Recording, found: Sequence[Judged]) -> str:
 
 def link(one: Judged) -> str:
     """Return a link to the row of a finding, escaped."""
-    return f"<a href='#{one.anchor}'>{escape(f'{one.row.where} {one.name}')}</a>"
+    return f"<a href='#{one.anchor}'>{escape(f'{one.row.where} {one.row.name}')}</a>"
 
 
 def sentence(one: Judged) -> str:
     """Format how something stands out: by how much, against which threshold, in how many steps."""
     if not one.is_finite:
         return f"not finite in step {one.row.step}, the last in which it was measured."
-    often = f"in {one.below} of {one.measured} sampled steps"
+    often = f"in {one.below} of {len(one.rows)} sampled steps"
     against = f"the threshold of {decibel(one.threshold)} dB (expected: {decibel(one.expected)} dB, {one.source})"
     if one.margin < 0:
         text = f"{decibel(one.sqnr)} dB, {-one.margin:.1f} dB below {against}, {often}."
@@ -63,7 +63,7 @@ def sentence(one: Judged) -> str:
         )
     else:
         text = (
-            f"{decibel(one.worst_sqnr)} dB in step {one.worst_step}, below {against}, {often}; "
+            f"{decibel(one.worst.statistics['sqnr'])} dB in step {one.worst.step}, below {against}, {often}; "
             f"no longer in the last one, with {decibel(one.sqnr)} dB."
         )
     return text + _causes(one)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hybridtensor.watching.expected import ONE_BIT, expected_of_face, expected_of_product
 from hybridtensor.watching.recording import Recording
-from hybridtensor.watching.records import FaceRow, ProductRow, badness
+from hybridtensor.watching.records import FaceRow, Row, badness
 
 _FEWEST = 3  # others of a format, of which a median says what is usual
 
@@ -17,17 +17,28 @@ _FEWEST = 3  # others of a format, of which a median says what is usual
 class Judged(NamedTuple):
     """A face or a product of a layer, and how it compares with what is expected of its format."""
 
-    row: FaceRow | ProductRow
-    name: str
-    formats: str
+    rows: Sequence[Row]  # of the sampled steps
     anchor: str
     expected: float | None
     expected_row: float | None
     source: str
-    worst_step: int
-    worst_sqnr: float
-    below: int
-    measured: int
+
+    @property
+    def row(self) -> Row:
+        """As last measured."""
+        return self.rows[-1]
+
+    @property
+    def worst(self) -> Row:
+        """As measured in its worst step."""
+        return min(self.rows, key=lambda row: badness(row.statistics["sqnr"]))
+
+    @property
+    def below(self) -> int:
+        """The number of steps in which its SQNR was below the threshold, or not finite."""
+        threshold = -math.inf if self.threshold is None else self.threshold
+        # Not ``<``: NaN counts as below.
+        return sum(not row.statistics["sqnr"] >= threshold for row in self.rows)
 
     @property
     def is_face(self) -> bool:
@@ -80,46 +91,28 @@ def nearest(one: Judged) -> float:
 
 def judged(recording: Recording) -> list[Judged]:
     """Compare all faces and products of a recording with expected SQNRs, faces first."""
-    faces: dict[tuple[str, str], list[FaceRow]] = {}
-    products: dict[tuple[str, str], list[ProductRow]] = {}
-    for sample in recording.samples:
-        for face in sample.faces:
-            faces.setdefault((face.layer, face.operand), []).append(face)
-        for product in sample.products:
-            products.setdefault((product.layer, product.product), []).append(product)
-    found = [_of_face(recording, rows, i) for i, rows in enumerate(faces.values())]
-    found += [_of_product(recording, rows, i) for i, rows in enumerate(products.values())]
+    found: list[Judged] = []
+    for kind in ("faces", "products"):
+        places: dict[tuple[str, str], list[Row]] = {}
+        for sample in recording.samples:
+            for row in getattr(sample, kind):
+                places.setdefault((row.layer, row.name), []).append(row)
+        found += [_judged(recording, rows, i) for i, rows in enumerate(places.values())]
     groups = _groups(found)
-    compared = [_compared(one, groups) for one in found]
-    histories: list[Sequence[FaceRow | ProductRow]] = [*faces.values(), *products.values()]
-    return [_with_history(one, rows) for one, rows in zip(compared, histories, strict=True)]
+    return [_compared(one, groups) for one in found]
 
 
-def _of_face(recording: Recording, rows: Sequence[FaceRow], number: int) -> Judged:
+def _judged(recording: Recording, rows: Sequence[Row], number: int) -> Judged:
+    """Compare one face or product with what is expected of normally distributed values."""
     last = rows[-1]
     recipe = recording.recipes.get(last.layer, "")
-    known = expected_of_face(recipe, last.operand, last.format)
-    names = last.operand, last.format, f"face-{number}"
-    source = "of normally distributed values in this format"
-    return _judged(last, names, source, known or (None, None))
-
-
-def _of_product(recording: Recording, rows: Sequence[ProductRow], number: int) -> Judged:
-    last = rows[-1]
-    recipe = recording.recipes.get(last.layer, "")
-    known = expected_of_product(recipe, last.product, last.formats)
-    names = last.product, " x ".join(last.formats), f"product-{number}"
+    if isinstance(last, FaceRow):
+        sqnr, row_sqnr = expected_of_face(recipe, last.operand, last.format) or (None, None)
+        source = "of normally distributed values in this format"
+        return Judged(rows, f"face-{number}", sqnr, row_sqnr, source)
+    of_product = expected_of_product(recipe, last.product, last.formats)
     source = "of operands with the noise of normally distributed values in their formats"
-    return _judged(last, names, source, (known, None))
-
-
-def _judged(
-    row: FaceRow | ProductRow,
-    names: tuple[str, str, str],
-    source: str,
-    expected: tuple[float | None, float | None],
-) -> Judged:
-    return Judged(row, *names, *expected, source, row.step, row.statistics["sqnr"], 0, 1)
+    return Judged(rows, f"product-{number}", of_product, None, source)
 
 
 def _groups(found: Sequence[Judged]) -> dict[tuple[str, str], list[Judged]]:
@@ -133,7 +126,7 @@ def _groups(found: Sequence[Judged]) -> dict[tuple[str, str], list[Judged]]:
 
 def _group(one: Judged) -> tuple[str, str]:
     """Return the comparison group of an unknown format: faces of it, or the same product of these formats."""
-    return ("face" if one.is_face else one.name), one.formats
+    return ("face" if one.is_face else one.row.name), one.row.told_formats
 
 
 def _compared(one: Judged, groups: dict[tuple[str, str], list[Judged]]) -> Judged:
@@ -148,18 +141,4 @@ def _compared(one: Judged, groups: dict[tuple[str, str], list[Judged]]) -> Judge
         expected=statistics.median(each.sqnr for each in group),
         expected_row=statistics.median(rows) if rows else None,
         source=f"the median of {len(group)} in this recording",
-    )
-
-
-def _with_history(one: Judged, rows: Sequence[FaceRow | ProductRow]) -> Judged:
-    """Add the worst step, and the steps below the threshold."""
-    worst = min(rows, key=lambda row: badness(row.statistics["sqnr"]))
-    threshold = -math.inf if one.threshold is None else one.threshold
-    # Not ``<``: NaN counts as below.
-    below = sum(not row.statistics["sqnr"] >= threshold for row in rows)
-    return one._replace(
-        worst_step=worst.step,
-        worst_sqnr=worst.statistics["sqnr"],
-        below=below,
-        measured=len(rows),
     )

@@ -39,3 +39,8 @@ def decibel(value: float | None) -> str:
     if math.isinf(value):
         return "no noise" if value > 0 else "no signal"
     return f"{value:.1f}"
+
+
+def decibels(value: float) -> str:
+    """Format a ratio in dB, with the unit."""
+    return f"{decibel(value)} dB" if math.isfinite(value) else decibel(value)

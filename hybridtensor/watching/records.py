@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -19,11 +20,22 @@ Experts = tuple[tuple[int, float], ...]
 """Experts that were measured, by number, and one number of each."""
 
 
-class _Row:
+class _Row(ABC):
     """Common fields of face and product rows."""
 
     layer: str
+    statistics: dict[str, float]
     experts: Experts
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Its operand or product."""
+
+    @property
+    @abstractmethod
+    def told_formats(self) -> str:
+        """Its formats, for people."""
 
     @property
     def worst(self) -> int | None:
@@ -57,6 +69,14 @@ class FaceRow(_Row):
     statistics: dict[str, float]
     experts: Experts = ()
 
+    @property
+    def name(self) -> str:
+        return self.operand
+
+    @property
+    def told_formats(self) -> str:
+        return self.format
+
 
 @dataclass(frozen=True)
 class ProductRow(_Row):
@@ -78,6 +98,17 @@ class ProductRow(_Row):
     statistics: dict[str, float]
     experts: Experts = ()
 
+    @property
+    def name(self) -> str:
+        return self.product
+
+    @property
+    def told_formats(self) -> str:
+        return " x ".join(self.formats)
+
+
+Row: TypeAlias = FaceRow | ProductRow
+
 
 class Sample(NamedTuple):
     """One sampled step.
@@ -98,17 +129,11 @@ class Sample(NamedTuple):
 
     def scalars(self) -> dict[str, float]:
         """Return all numbers by one name each, ``layer/input.rowwise/sqnr``, as loggers take them."""
-        of_faces = {
-            f"{row.layer}/{row.operand}/{k}": v
-            for row in self.faces
+        return {
+            f"{row.layer}/{row.name}/{k}": v
+            for row in (*self.faces, *self.products)
             for k, v in row.statistics.items()
         }
-        of_products = {
-            f"{row.layer}/{row.product}/{k}": v
-            for row in self.products
-            for k, v in row.statistics.items()
-        }
-        return of_faces | of_products
 
 
 class Measured(NamedTuple):

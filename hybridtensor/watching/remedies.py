@@ -65,9 +65,9 @@ def _formats(one: Judged) -> list[Format]:
 def _product_of(one: Judged) -> str:
     """Return the product of a finding, or that which a face is an operand of."""
     for gemm in GEMMS:
-        if one.name in (".".join(gemm.left), ".".join(gemm.right)):
+        if one.row.name in (".".join(gemm.left), ".".join(gemm.right)):
             return gemm.name
-    return one.name
+    return one.row.name
 
 
 def _changed(recipe: str, product: str, word: str) -> str | None:

@@ -15,7 +15,7 @@ from hybridtensor.arguments import require_kind, wrong
 from hybridtensor.watching.beside import beside as side_by_side
 from hybridtensor.watching.findings import findings, standing_out
 from hybridtensor.watching.judging import Judged, judged, nearest
-from hybridtensor.watching.markup import decibel, escape, section, table, table_row
+from hybridtensor.watching.markup import decibel, decibels, escape, section, table, table_row
 from hybridtensor.watching.recording import Recording
 from hybridtensor.watching.records import Sample, badness
 from hybridtensor.watching.statistics import NAMES, PRODUCT_NAMES
@@ -155,11 +155,9 @@ def _heat(recording: Recording) -> dict[str, object]:
 
 def _by_place(sample: Sample, kind: str, name: str) -> dict[tuple[str, str], float]:
     """Return one statistic of a sample by layer and product or face."""
-    if kind == "products":
-        return {(row.layer, row.product): row.statistics[name] for row in sample.products}
     return {
-        (row.layer, row.operand): row.statistics[name]
-        for row in sample.faces
+        (row.layer, row.name): row.statistics[name]
+        for row in getattr(sample, kind)
         if name in row.statistics  # earlier versions recorded fewer
     }
 
@@ -199,7 +197,7 @@ def _tiles(recording: Recording, last: Sample) -> str:
         tiles.append(("smallest cosine", _number(worst_product.statistics["cosine"], ".5f"), where))
     if worst_face is not None:
         where = f"{worst_face.where} {worst_face.operand}"
-        tiles.append(("most noise", _decibels(worst_face.statistics["sqnr"]), where))
+        tiles.append(("most noise", decibels(worst_face.statistics["sqnr"]), where))
     if recording.losses:
         tiles.append(("loss", f"{recording.losses[-1][1]:.4g}", f"step {recording.losses[-1][0]}"))
     cells = (
@@ -296,9 +294,10 @@ def _table(found: Sequence[Judged], names: dict[str, str]) -> str:
         if one.anchor not in linked:
             continue
         own = {name: _number(one.row.statistics.get(name)) for name in names}
-        compared = (decibel(one.expected), decibel(one.threshold), decibel(one.worst_sqnr))
-        words = one.row.where, one.name, one.formats
-        judged_by = dict(zip(_COMPARED, (*compared, str(one.worst_step)), strict=True))
+        ratios = one.expected, one.threshold, one.worst.statistics["sqnr"]
+        compared = *map(decibel, ratios), str(one.worst.step)
+        words = one.row.where, one.row.name, one.row.told_formats
+        judged_by = dict(zip(_COMPARED, compared, strict=True))
         numbers = own | judged_by
         rows.append(table_row(words, (numbers[name] for name in order), one.anchor))
     columns = names | _COMPARED
@@ -317,10 +316,6 @@ def _number(value: float | None, spec: str = ".4g") -> str:
     return "not a number" if math.isnan(value) else format(value, spec)
 
 
-def _decibels(value: float) -> str:
-    return f"{decibel(value)} dB" if math.isfinite(value) else decibel(value)
-
-
 def _experts(samples: Sequence[Sample]) -> str:
     """Render the worst experts by stack and product, at their last measurement."""
     last: dict[tuple[str, str], dict[int, tuple[float, int]]] = {}
@@ -335,16 +330,12 @@ def _experts(samples: Sequence[Sample]) -> str:
         worst = min(numbers, key=lambda expert: badness(numbers[expert][0]))
         found.append((*numbers[worst], layer, product, worst, len(numbers)))
     found.sort(key=lambda one: badness(one[0]))
-    rows = "".join(
+    rows = (
         table_row((layer, product), (f"{expert}", f"{cosine:.6f}", f"{step}", f"{count}"))
         for cosine, step, layer, product, expert, count in found[:_ROWS]
     )
     names = ("experts", "product", "worst expert", "its cosine", "in step", "experts measured")
-    head = "".join(f"<th>{name}</th>" for name in names)
-    return (
-        "<section class=scroll><h2>The worst experts</h2>"
-        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></section>"
-    )
+    return section("The worst experts", table(((name, "") for name in names), rows))
 
 
 def _recipe(recording: Recording) -> str:
