@@ -7,19 +7,18 @@ inputs.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridtensor import ops
-from hybridtensor.advising.noise import Noise, one_draw
+from hybridtensor.advising.noise import Noise, hooked, one_draw, operand_of
 from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS, Gemm
-from hybridtensor.state import Context
 from hybridtensor.subclasses import is_converted
 from hybridtensor.subclasses.op_table import Args, Kwargs
 
@@ -33,9 +32,7 @@ def gradient_errors(
     signal = sum(float(g.float().square().sum()) for g in exact.values())
     found = {}
     for name, inject in (("output", _outputs), ("grad_input", _input_gradients)):
-        with contextlib.ExitStack() as stack:
-            for one in layers:
-                stack.enter_context(inject(one, config))
+        with hooked(layers, functools.partial(inject, config)):
             made = _gradients(model, run)
         noise = sum(
             float((made[p] - g).float().square().sum()) for p, g in exact.items() if p in made
@@ -54,25 +51,24 @@ def _gradients(model: nn.Module, run: Callable[[], None]) -> dict[nn.Parameter, 
     return {p: p.grad.detach() for p in model.parameters() if p.grad is not None}
 
 
-@contextlib.contextmanager
-def _outputs(one: Noise, config: HybridConfig) -> Iterator[None]:
-    """Replace a layer's output by that of the quantized product, in forward hooks."""
+def _outputs(config: HybridConfig, one: Noise) -> Callable[..., Tensor]:
+    """Return a forward hook that replaces a layer's output by that of the quantized product."""
 
     def hook(module: nn.Module, args: Args, kwargs: Kwargs, out: Tensor) -> Tensor:
         x = (args[0] if args else kwargs["input"]).detach().to(out.dtype)
         error = _error(GEMMS[0], config, {"input": x, "weight": values_of(one).to(out.dtype)})
         return out + error.view(out.shape)
 
-    handle = one.layer.module.register_forward_hook(hook, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return hook
 
 
-@contextlib.contextmanager
-def _input_gradients(one: Noise, config: HybridConfig) -> Iterator[None]:
-    """Replace the gradient of a layer's input by that of the quantized product, in backward hooks."""
+def _input_gradients(config: HybridConfig, one: Noise) -> Callable[..., None]:
+    """Return a forward hook that has backward replace the gradient of a layer's input by that of the quantized
+    product."""
+
+    def with_error(grad: Tensor, of_output: Tensor) -> Tensor:
+        operands = {"grad_output": of_output, "weight": values_of(one).to(of_output.dtype)}
+        return grad + _error(GEMMS[1], config, operands).view(grad.shape).to(grad.dtype)
 
     def hook(module: nn.Module, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         x: Tensor = args[0] if args else kwargs["input"]
@@ -81,39 +77,18 @@ def _input_gradients(one: Noise, config: HybridConfig) -> Iterator[None]:
         behind: list[Tensor] = []
         out.register_hook(lambda grad: behind.append(grad.detach()))
         # the error adds to the gradients of whatever else reads the input
-        x.register_hook(lambda grad: _with_error(one, config, grad, behind.pop()))
+        x.register_hook(lambda grad: with_error(grad, behind.pop()))
 
-    handle = one.layer.module.register_forward_hook(hook, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _with_error(one: Noise, config: HybridConfig, grad: Tensor, of_output: Tensor) -> Tensor:
-    """Return the gradient of a layer's input with the quantization error of the product that computes it."""
-    operands = {"grad_output": of_output, "weight": values_of(one).to(of_output.dtype)}
-    return grad + _error(GEMMS[1], config, operands).view(grad.shape).to(grad.dtype)
+    return hook
 
 
 @torch.no_grad()
 def _error(gemm: Gemm, config: HybridConfig, operands: dict[str, Tensor]) -> Tensor:
     """Return a quantized product less the exact one, ``[tokens, features]``."""
-    faces, plain = [], []
     state = one_draw(config, operands[gemm.left[0]].device)
-    for role, direction in gemm[1:]:
-        values = operands[role]
-        values = values.reshape(-1, values.shape[-1])
-        columnwise = direction == "columnwise"
-        made = getattr(config, role).faces(
-            values,
-            rowwise=not columnwise,
-            columnwise=columnwise,
-            dtype=values.dtype,
-            context=Context(role, state, record=False),
-        )
-        faces.append(made[1 if columnwise else 0])
-        plain.append(values.t() if columnwise else values)
+    flat = {role: values.reshape(-1, values.shape[-1]) for role, values in operands.items()}
+    pairs = [operand_of(config, *operand, flat[operand[0]], state) for operand in gemm[1:]]
+    faces, plain = zip(*pairs, strict=True)
     with torch.autocast(plain[0].device.type, enabled=False):
         product = ops.product(faces[0], faces[1], out_dtype=plain[0].dtype)
         return product - F.linear(plain[0], plain[1])

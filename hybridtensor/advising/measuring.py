@@ -19,6 +19,7 @@ Linear layers are measured in hooks; experts where their products are observed, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
@@ -29,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from hybridtensor.advising.calibration import gradient_errors, values_of
 from hybridtensor.advising.experts import is_measurable, told_products
-from hybridtensor.advising.noise import Noise
+from hybridtensor.advising.noise import Noise, hooked
 from hybridtensor.advising.stream import Block, block_of, measured_blocks
 from hybridtensor.check import restored
 from hybridtensor.layers import Layer, layers_of
@@ -82,20 +83,16 @@ def measure(
     with contextlib.ExitStack() as stack:
         modules = dict.fromkeys(module for module in within.values() if module is not None)
         blocks = stack.enter_context(measured_blocks(modules))
-        stack.enter_context(_hooked([one for one in layers if not one.layer.is_stack], order))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(restored(plain, batches))
+        linears = [one for one in layers if not one.layer.is_stack]
+        stack.enter_context(hooked(linears, functools.partial(_measuring, order)))
+        stack.enter_context(_as_it_is(plain, batches))
         stacks = [one for one in layers if one.layer.is_stack]
         for batch in batches:
             with told_products(stacks, order):
                 _run(model, batch, run)
     _require_signal(layers)
     products = _products({one: None if m is None else blocks[m] for one, m in within.items()})
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(restored(plain, batches))
+    with _as_it_is(plain, batches):
         return _calibrated(products, model, layers, configs, lambda: _run(model, batches[0], run))
 
 
@@ -177,16 +174,13 @@ def _run(model: nn.Module, batch: Batch, run: Callable[[nn.Module, Batch], Tenso
 
 
 @contextlib.contextmanager
-def _hooked(layers: list[Noise], order: Iterator[int]) -> Iterator[None]:
-    """Measure linear layers in hooks while the model runs."""
-    with contextlib.ExitStack() as stack:
-        for one in layers:
-            hook = one.layer.module.register_forward_hook(_measuring(one, order), with_kwargs=True)
-            stack.callback(hook.remove)
+def _as_it_is(model: nn.Module, batches: object) -> Iterator[None]:
+    """Run a model eagerly, with gradients, and restore what that changes."""
+    with torch.compiler.set_stance("force_eager"), torch.enable_grad(), restored(model, batches):
         yield
 
 
-def _measuring(one: Noise, order: Iterator[int]) -> Callable[..., None]:
+def _measuring(order: Iterator[int], one: Noise) -> Callable[..., None]:
     """Return a forward hook that measures the layer's product, and in backward those of its gradients."""
 
     def hook(module: nn.Module, args: Args, kwargs: Kwargs, output: Tensor) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from hybridtensor.formats import IDENTITY
 from hybridtensor.layers import Layer
+from hybridtensor.ops import Face
 from hybridtensor.quantizers import Quantizer
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS, Gemm
@@ -100,8 +102,17 @@ def _part(
 ) -> Part:
     """Slice a stretch out of an operand, with the face that the product reads."""
     role, direction = (gemm.left, gemm.right)[index]
+    face, matrix = operand_of(config, role, direction, operands[role], state)
+    count = min(_ROWS, matrix.shape[0])
+    return stretch_of(face, matrix[:count], 0, count)
+
+
+def operand_of(
+    config: HybridConfig, role: str, direction: str, values: Tensor, state: StateTensors | None
+) -> tuple[Face, Tensor]:
+    """Return the face that a product reads of ``values``, and these as the product has them, ``[M, K]``."""
     quantizer: Quantizer = getattr(config, role)
-    values, columnwise = operands[role], direction == "columnwise"
+    columnwise = direction == "columnwise"
     faces = quantizer.faces(
         values,
         rowwise=not columnwise,
@@ -112,9 +123,19 @@ def _part(
     face = faces[1 if columnwise else 0]
     if face is None:
         raise ValueError(f"advise: {quantizer} made no {direction} face of {role}")
-    matrix = values.t() if columnwise else values
-    count = min(_ROWS, matrix.shape[0])
-    return stretch_of(face, matrix[:count], 0, count)
+    return face, values.t() if columnwise else values
+
+
+@contextlib.contextmanager
+def hooked(
+    layers: Iterable[Noise], hook_of: Callable[[Noise], Callable[..., object]]
+) -> Iterator[None]:
+    """Run a forward hook of each layer, which gets keyword arguments, too."""
+    with contextlib.ExitStack() as stack:
+        for one in layers:
+            hook = one.layer.module.register_forward_hook(hook_of(one), with_kwargs=True)
+            stack.callback(hook.remove)
+        yield
 
 
 def _fits(layer: Layer, config: HybridConfig) -> bool:
