@@ -26,7 +26,7 @@ from hybridtensor.common_scales import (
     measure_common_scales,
     values_of,
 )
-from hybridtensor.distributed.checkpoint.undo import of_parts
+from hybridtensor.distributed.checkpoint.undo import Undo, of_parts
 from hybridtensor.distributed.fsdp.hooks import part_of, remake_, reshard, sharded_as
 from hybridtensor.dtensor import with_local
 from hybridtensor.fitting import check_plan, check_signs, check_sizes, check_tied, check_weight
@@ -60,7 +60,7 @@ from hybridtensor.subclasses.common_scale import CommonScale
 from hybridtensor.subclasses.quantizing import persistent_weight, quantize_weight, refresh_all_
 from hybridtensor.swap import apply_in_place_, swap
 from hybridtensor.torchao_compat import FqnToConfig, register_quantize_module_handler
-from hybridtensor.undo import Undo, all_or_nothing
+from hybridtensor.undo import all_or_nothing
 
 _logger = logging.getLogger("hybridtensor")
 

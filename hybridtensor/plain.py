@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hybridtensor.arguments import require_dtype, require_module, shown
-from hybridtensor.distributed.checkpoint.plain import as_part_of
+from hybridtensor.distributed.checkpoint.plain import placed_as
 from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.distributed.fsdp.torch_compat import all_params
 from hybridtensor.dtensor import local, with_local
@@ -105,10 +104,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
 def _plain(value: object) -> object:
     if not isinstance(value, Tensor) or not is_converted(local(value)):
         return value
-    values = high_precision_values(local(value)).to(value.dtype)
-    if isinstance(value, DTensor):
-        return as_part_of(value, values, tuple(value.shape), value.placements)
-    return values
+    return placed_as(value, high_precision_values(local(value)).to(value.dtype))
 
 
 def high_precision_values(weight: Tensor) -> Tensor:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeAlias, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from torch import nn
 
-from hybridtensor.distributed.checkpoint.undo import of_slots
+from hybridtensor.distributed.checkpoint.undo import Undo, of_slots, run_all
 from hybridtensor.distributed.fsdp.hooks import part_of, sharded_as
 from hybridtensor.layers import Layer
 from hybridtensor.linear.layer_forward import recipe_of
 from hybridtensor.state.training import layer_states
 from hybridtensor.subclasses import HybridTensor, is_converted
 
-Undo: TypeAlias = Callable[[], object]
 Container = TypeVar("Container", dict[str, object], set[object])
 
 
@@ -29,11 +28,7 @@ def all_or_nothing(model: nn.Module, layers: Iterable[Layer]) -> Iterator[list[U
     try:
         yield swaps
     except BaseException as error:
-        for back in (*reversed(swaps), *reversed(undo)):
-            try:
-                back()
-            except Exception as refused:  # the others can be restored all the same
-                error.add_note(f"quantize_: the model is not as it was: {refused}")
+        run_all("quantize_", [*undo, *swaps], error)
         raise
 
 

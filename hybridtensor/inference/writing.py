@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from hybridtensor.distributed.checkpoint.undo import of_module, of_parts
+from hybridtensor.distributed.checkpoint.undo import Undo, of_module, of_parts, run_all
 from hybridtensor.inference.weights import named
 from hybridtensor.state import LayerState
 from hybridtensor.subclasses import HybridTensor
@@ -30,7 +29,7 @@ def write(who: str, model: nn.Module, state: dict[str, Tensor], inputs: Inputs) 
         inputs: Layer states, and the state dict that each loads.
     """
     found = [(name, value) for name, value in named(model) if name in state]
-    undo: list[Callable[[], None]] = []
+    undo: list[Undo] = []
     try:
         for name, value in found:
             undo += _former(value)
@@ -42,15 +41,11 @@ def write(who: str, model: nn.Module, state: dict[str, Tensor], inputs: Inputs) 
             undo += of_module(quantizers)
             quantizers.load_state_dict(content)
     except BaseException as error:
-        for back in reversed(undo):
-            try:
-                back()
-            except Exception as refused:  # the others can still be restored
-                error.add_note(f"{who}: the model is not as it was: {refused}")
+        run_all(who, undo, error)
         raise
 
 
-def _former(value: Tensor) -> list[Callable[[], None]]:
+def _former(value: Tensor) -> list[Undo]:
     """Return functions that undo a write of a parameter or buffer: they restore its data, the state of its layer, and
     the weights that share its common scale, which a write requantizes.
     """

@@ -44,7 +44,7 @@ def move_into_place(folder: Path, target: Path) -> None:
     # Order matters: between the two renames the step is its hidden folder, which ``steps`` finds after a crash.
     former = None
     if target.exists():
-        former = _replaced_path(target)
+        former = target.with_name(f".{target.name}{REPLACED}{owned_name()}")
         target.rename(former)
     try:
         folder.rename(target)
@@ -55,11 +55,6 @@ def move_into_place(folder: Path, target: Path) -> None:
     sync_folder(target.parent)
     if former is not None:
         shutil.rmtree(former, ignore_errors=True)
-
-
-def _replaced_path(path: Path) -> Path:
-    """Return a new hidden name for the folder of a step that is being replaced."""
-    return path.with_name(f".{path.name}{REPLACED}{owned_name()}")
 
 
 def _recover(root: Path) -> None:

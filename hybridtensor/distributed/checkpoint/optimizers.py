@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
-from hybridtensor.distributed.checkpoint.plain import StateDict, as_part_of
+from hybridtensor.distributed.checkpoint.plain import StateDict, memory_like
 from hybridtensor.distributed.checkpoint.planners import Opaque
 from hybridtensor.dtensor import local
 from hybridtensor.optim import MasterWeights
@@ -95,19 +94,14 @@ class NamedOptimizer:
 
     def _memory(self, name: str, key: str, stored: TensorStorageMetadata) -> Tensor:
         """Allocate one tensor, sharded like its parameter if it has the same shape."""
-        parameter = self.parameters[name]
-        own, dtype, size = local(parameter), stored.properties.dtype, tuple(stored.size)
+        parameter, dtype, size = self.parameters[name], stored.properties.dtype, tuple(stored.size)
         # State that is there says best how it is sharded: its shape may be another than the
         # parameter's, as Adafactor's rows and columns are.
-        present = self.inner.state.get(parameter, {}).get(key)
-        if isinstance(present, Tensor) and tuple(present.shape) == size:
-            mine = torch.zeros(local(present).shape, dtype=dtype, device=local(present).device)
-            return as_part_of(present, mine, size) if isinstance(present, DTensor) else mine
-        if size == tuple(parameter.shape):
-            mine = torch.zeros(own.shape, dtype=dtype, device=own.device)
-            return as_part_of(parameter, mine, size) if isinstance(parameter, DTensor) else mine
+        for known in (self.inner.state.get(parameter, {}).get(key), parameter):
+            if isinstance(known, Tensor) and tuple(known.shape) == size:
+                return memory_like(known, dtype)
         # A scalar, such as the step of AdamW, is on the host.
-        return torch.zeros(size, dtype=dtype, device=own.device if size else "cpu")
+        return torch.zeros(size, dtype=dtype, device=local(parameter).device if size else "cpu")
 
     def restore(self, loaded: StateDict) -> None:
         """Load the state read into ``target``; masters were loaded in place."""

@@ -89,12 +89,7 @@ def plain_weight(value: Tensor) -> Tensor:
     own = local(value)
     if not isinstance(own, MasterWeight):
         return value
-    master = own.master
-    return (
-        as_part_of(value, master, tuple(value.shape), value.placements)
-        if isinstance(value, DTensor)
-        else master
-    )
+    return placed_as(value, own.master)
 
 
 def as_part_of(
@@ -109,6 +104,17 @@ def as_part_of(
     meta = TensorMeta(torch.Size(size), _contiguous(size), tensor.dtype)
     spec = DTensorSpec(whole.device_mesh, tuple(placements or whole.placements), tensor_meta=meta)
     return DTensor(tensor, spec, requires_grad=False)
+
+
+def memory_like(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Allocate zeros of the shape of a tensor, in parts like it."""
+    own = local(value)
+    return placed_as(value, torch.zeros(own.shape, dtype=dtype, device=own.device))
+
+
+def placed_as(value: Tensor, mine: Tensor) -> Tensor:
+    """Return ``mine`` as the whole, or the part, that this rank has of ``value``."""
+    return as_part_of(value, mine, tuple(value.shape)) if isinstance(value, DTensor) else mine
 
 
 def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
@@ -218,17 +224,26 @@ def common_to_parts(value: Tensor) -> dict[str, DTensor]:
         return {}
     return {
         name: tensor
-        for name, tensor in _leaves(faces(value, weight), "")
-        if any(
+        for name, tensor in tensors_of(faces(value, weight))
+        if isinstance(tensor, DTensor)
+        and any(
             isinstance(mine, Replicate) and not isinstance(whole, Replicate)
             for mine, whole in zip(tensor.placements, value.placements, strict=True)
         )
     }
 
 
-def _leaves(found: FaceTensors, prefix: str) -> Iterator[tuple[str, DTensor]]:
-    for name, value in found.items():
-        if isinstance(value, DTensor):
-            yield f"{prefix}{name}", value
-        elif isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
+def tensors_of(state: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of a state under the names that they are stored under."""
+    if isinstance(state, Tensor):
+        yield name, state
+        return
+    pairs = (
+        state.items()
+        if isinstance(state, dict)
+        else enumerate(state)
+        if isinstance(state, (list, tuple))
+        else ()
+    )
+    for key, value in pairs:
+        yield from tensors_of(value, f"{name}.{key}" if name else str(key))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,7 +37,12 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from hybridtensor.distributed.checkpoint.plain import StateDict, common_to_parts, plain
+from hybridtensor.distributed.checkpoint.plain import (
+    StateDict,
+    common_to_parts,
+    plain,
+    tensors_of,
+)
 from hybridtensor.distributed.checkpoint.replicas import Replica, different, replica
 from hybridtensor.dtensor import local
 from hybridtensor.subclasses import HybridTensor
@@ -80,7 +84,7 @@ class HybridSavePlanner(DefaultSavePlanner):
         super().set_up_planner(plain(state_dict), storage_meta, is_coordinator)
         self._common = {
             f"{name}.{tail}": found
-            for name, value in _tensors(state_dict, "")
+            for name, value in tensors_of(state_dict)
             for tail, scale in common_to_parts(value).items()
             for found in replica(scale)
         }
@@ -150,7 +154,7 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        tensors = list(_tensors(state_dict, ""))
+        tensors = list(tensors_of(state_dict))
         for name, value in tensors:
             if value.is_meta:
                 raise ValueError(
@@ -268,19 +272,3 @@ def _misfit(stored: STORAGE_TYPES | None, value: object, *, casts: bool, name: s
 def _fits(stored: torch.dtype, wanted: torch.dtype, casts: bool) -> bool:
     high = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     return stored == wanted or (casts and stored in high and wanted in high)
-
-
-def _tensors(state: object, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors of a state under the names that they are stored under."""
-    if isinstance(state, Tensor):
-        yield name, state
-        return
-    pairs = (
-        state.items()
-        if isinstance(state, dict)
-        else enumerate(state)
-        if isinstance(state, (list, tuple))
-        else ()
-    )
-    for key, value in pairs:
-        yield from _tensors(value, f"{name}.{key}" if name else str(key))

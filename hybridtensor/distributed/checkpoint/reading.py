@@ -19,6 +19,7 @@ from hybridtensor.distributed.checkpoint.entries import Entries
 from hybridtensor.distributed.checkpoint.plain import StateDict
 from hybridtensor.distributed.checkpoint.planners import HybridLoadPlanner
 from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
+from hybridtensor.distributed.checkpoint.replicas import some
 from hybridtensor.distributed.checkpoint.restoration import Restoration
 from hybridtensor.distributed.checkpoint.store import wait_for_previous
 from hybridtensor.distributed.checkpoint.undo import Snapshot
@@ -177,10 +178,9 @@ def _checked(path: Path, entries: Entries, any_recipe: bool) -> Checked:
     entries.check_entries(manifest)
     different = entries.differences(manifest)
     if different and not any_recipe:
-        more = f" and {len(different) - 3} more" if len(different) > 3 else ""
         raise ValueError(
             f"checkpoint.load: {path.name} has other recipes than the model: "
-            f"{'; '.join(different[:3])}{more}; pass any_recipe=True to load its values only"
+            f"{some(different, most=3)}; pass any_recipe=True to load its values only"
         )
     restoration = Restoration(entries, manifest, metadata)
     planner = HybridLoadPlanner()
@@ -221,8 +221,7 @@ def _check(
         f"{name} is not here" for name in restoration.extra(metadata, set(planner.state_dict))
     ]
     if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ValueError(
-            f"checkpoint.load: {path.name} does not fit the state: {'; '.join(wrong[:5])}{more}; "
+            f"checkpoint.load: {path.name} does not fit the state: {some(wrong)}; "
             "build the model and optimizer as they were"
         )

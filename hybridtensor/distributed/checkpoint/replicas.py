@@ -16,8 +16,6 @@ from hybridtensor.dtensor import local
 Replica: TypeAlias = tuple[tuple[object, ...], str]
 """Which part of a tensor a rank has, and the digest of its values."""
 
-_SHOWN = 5
-
 
 def different(replicas: Sequence[Mapping[str, Replica]]) -> str:
     """Say of which tensors ranks have other values of one part; ``replicas`` are each rank's by name."""
@@ -60,7 +58,7 @@ def ranks_in_words(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def some(texts: list[str]) -> str:
+def some(texts: list[str], most: int = 5) -> str:
     """Join the first differences for an error, and count the others."""
-    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return "; ".join(texts[:_SHOWN]) + more
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return "; ".join(texts[:most]) + more

@@ -14,10 +14,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.tensor import DTensor
 
 from hybridtensor.distributed.checkpoint.entries import Entries, holds_tensors
-from hybridtensor.distributed.checkpoint.plain import StateDict, as_part_of
+from hybridtensor.distributed.checkpoint.plain import StateDict, memory_like
 from hybridtensor.distributed.checkpoint.planners import Opaque
 from hybridtensor.dtensor import local
 from hybridtensor.state import weight_of_state
@@ -122,9 +121,9 @@ class Restoration:
         elif master is not None and any(
             master is m for t in self.target.values() for m in _masters(t)
         ):
-            self._after.append(lambda: _refresh(parameter, master))
+            self._after.append(lambda: refresh_(_persistent(parameter), local(master)))
         else:
-            values = _memory_like(value, torch.float32 if master is not None else value.dtype)
+            values = memory_like(value, torch.float32 if master is not None else value.dtype)
             self._add_values(entry, name, values)
             self._after.append(lambda: _take_values(parameter, values, master))
 
@@ -141,16 +140,16 @@ class Restoration:
                 found.append(flat)
         return found
 
-    def _read_of(self, entry: str, name: str, value: object) -> Any:
-        """Return tensors unchanged, which were read in place, and the loaded value of anything else."""
-        return value if isinstance(value, Tensor) else self.target[entry][name]
-
     def finish(self) -> None:
         """Load what was read into modules, optimizers and other stateful objects."""
         entries = self.entries
         for entry, loaded in self._loaded.items():
             if loaded:
-                taken = {name: self._read_of(entry, name, value) for name, value in loaded.items()}
+                # tensors were read in place
+                taken = {
+                    name: value if isinstance(value, Tensor) else self.target[entry][name]
+                    for name, value in loaded.items()
+                }
                 # Not strict: what ``_add`` left out has no entry, and its quantizers start afresh.
                 set_model_state_dict(
                     entries.modules[entry], taken, options=StateDictOptions(strict=False)
@@ -281,13 +280,6 @@ def _masters(target: object) -> Iterator[object]:
         yield from target["masters"].values()
 
 
-def _memory_like(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Allocate a tensor for the high-precision values of a persistent weight."""
-    own = local(value)
-    mine = torch.zeros(own.shape, dtype=dtype, device=own.device)
-    return as_part_of(value, mine, tuple(value.shape)) if isinstance(value, DTensor) else mine
-
-
 def _persistent(parameter: nn.Parameter) -> HybridTensor:
     weight = local(parameter)
     if not isinstance(weight, HybridTensor):
@@ -296,11 +288,6 @@ def _persistent(parameter: nn.Parameter) -> HybridTensor:
             "loaded"
         )
     return weight
-
-
-def _refresh(parameter: nn.Parameter, master: Tensor) -> None:
-    """Quantize a persistent weight from its master."""
-    refresh_(_persistent(parameter), local(master))
 
 
 def _take_values(parameter: nn.Parameter, values: Tensor, master: Tensor | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -18,6 +18,8 @@ from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.high_precision import HighPrecisionValues
 from hybridtensor.subclasses.structure import flatten
 
+Undo: TypeAlias = Callable[[], object]
+
 _Memory: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 """Address, shape, strides and dtype of a tensor."""
 
@@ -28,7 +30,7 @@ class Snapshot:
     def __init__(self, entries: Entries, places: Iterable[Tensor]) -> None:
         # What is read in place is put back by ``Staged``; here it would be copied a second time.
         kept = {_memory(place) for place in places}
-        self._undo: list[tuple[str, Callable[[], None]]] = []
+        self._undo: list[tuple[str, Undo]] = []
         for entry, module in entries.modules.items():
             self._undo += [(entry, undo) for undo in of_module(module, kept)]
         for entry, optimizer in entries.optimizers.items():
@@ -60,7 +62,7 @@ def _memory(tensor: Tensor) -> _Memory:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def of_module(module: nn.Module, kept: Collection[_Memory] = ()) -> Iterator[Callable[[], None]]:
+def of_module(module: nn.Module, kept: Collection[_Memory] = ()) -> Iterator[Undo]:
     """Yield functions that restore a module's parameters, buffers and extra state, except ``kept`` memory."""
     parts = [local(t).detach() for t in (*module.parameters(), *module.buffers())]
     yield from of_parts(parts, kept)
@@ -71,9 +73,7 @@ def of_module(module: nn.Module, kept: Collection[_Memory] = ()) -> Iterator[Cal
             )
 
 
-def of_parts(
-    parts: Iterable[Tensor], kept: Collection[_Memory] = ()
-) -> Iterator[Callable[[], None]]:
+def of_parts(parts: Iterable[Tensor], kept: Collection[_Memory] = ()) -> Iterator[Undo]:
     """Yield functions that restore the bytes and high-precision values of tensors, plain or of this library."""
     tensors = []
     for part in parts:
@@ -85,17 +85,22 @@ def of_parts(
     yield from _of_tensors(tensors, kept)
 
 
-def _of_tensors(tensors: list[Tensor], kept: Collection[_Memory]) -> Iterator[Callable[[], None]]:
+def _of_tensors(tensors: list[Tensor], kept: Collection[_Memory]) -> Iterator[Undo]:
     others = {_memory(t): t for t in tensors if not t.is_meta and _memory(t) not in kept}
     for tensor in others.values():
-        yield functools.partial(_write, tensor, tensor.to("cpu", copy=True))
+        yield functools.partial(tensor.copy_, tensor.to("cpu", copy=True))
 
 
-def _write(tensor: Tensor, former: Tensor) -> None:
-    tensor.copy_(former)
+def run_all(who: str, undo: Sequence[Undo], error: BaseException) -> None:
+    """Undo what was done before an error, the last first; what refuses is noted on the error."""
+    for back in reversed(undo):
+        try:
+            back()
+        except Exception as refused:  # the others can be restored all the same
+            error.add_note(f"{who}: the model is not as it was: {refused}")
 
 
-def of_slots(holder: HighPrecisionValues) -> Callable[[], None]:
+def of_slots(holder: HighPrecisionValues) -> Undo:
     """Return a function that restores the attributes of high-precision values."""
     names = [name for name in type(holder).__slots__ if name != "__weakref__"]
     former = {name: getattr(holder, name) for name in names}
@@ -108,7 +113,7 @@ def of_slots(holder: HighPrecisionValues) -> Callable[[], None]:
     return undo
 
 
-def _of_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def _of_optimizer(optimizer: torch.optim.Optimizer) -> Undo:
     """Return a function that restores an optimizer's attributes, state and groups, which ``load_state_dict``
     replaces."""
     attributes = dict(vars(optimizer))
@@ -134,7 +139,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     return undo
 
 
-def _of_stateful(value: Stateful) -> Callable[[], None]:
+def _of_stateful(value: Stateful) -> Undo:
     # Deep: a state dict mostly aliases the tensors and dictionaries that a load then overwrites.
     former = copy.deepcopy(value.state_dict())
     return lambda: value.load_state_dict(former)
