@@ -15,7 +15,7 @@ from hybridtensor.distributed.checkpoint.ranks import is_sharded
 from hybridtensor.formats import Format
 from hybridtensor.inference.input_scales import stored_inputs
 from hybridtensor.inference.layouts import Packed
-from hybridtensor.inference.names import Names, prefix_of
+from hybridtensor.inference.names import Names, in_bytes, prefix_of, stacked
 from hybridtensor.inference.stored import (
     columnwise_of_stored,
     has_stack,
@@ -239,7 +239,8 @@ def _stacked_rows(name: str, parts: list[tuple[int, Face]]) -> Face:
         )
     first = faces[0]
     tensors = [
-        _rows_together(list(some)) for some in zip(*(face.tensors() for face in faces), strict=True)
+        torch.cat([in_bytes(one) for one in some]).view(some[0].dtype)
+        for some in zip(*(face.tensors() for face in faces), strict=True)
     ]
     shared = [first.format.block[0] is None, first.tensor_scale is not None]
     for index, is_shared in enumerate(shared, start=1):
@@ -251,14 +252,6 @@ def _stacked_rows(name: str, parts: list[tuple[int, Face]]) -> Face:
                 )
             tensors[index] = tensors[index][:1]
     return Face.of(tensors, first.kind)
-
-
-def _rows_together(tensors: list[Tensor]) -> Tensor:
-    dtype = tensors[0].dtype
-    if tensors[0].itemsize > 1:
-        return torch.cat(tensors)
-    # As bytes: ``cat``, and ``stack`` below, do not know every dtype of one byte.
-    return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(dtype)
 
 
 def _joined(name: str, value: Tensor, faces: list[Face], turned: bool) -> Tensor:
@@ -277,12 +270,8 @@ def _joined(name: str, value: Tensor, faces: list[Face], turned: bool) -> Tensor
 
 
 def _stack_of(faces: list[Face]) -> Face:
-    tensors = []
-    for some in zip(*(face.tensors() for face in faces), strict=True):
-        of_bytes = some[0].itemsize == 1
-        stacked = torch.stack([one.view(torch.uint8) if of_bytes else one for one in some])
-        tensors.append(stacked.view(some[0].dtype))
-    return Face.of(tensors, faces[0].kind)
+    parts = zip(*(face.tensors() for face in faces), strict=True)
+    return Face.of([stacked(some) for some in parts], faces[0].kind)
 
 
 def _as_value(name: str, value: Tensor, face: Face) -> Tensor:

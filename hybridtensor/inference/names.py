@@ -167,7 +167,7 @@ class Names:
     def _stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if self._revert is None:
             return {name: tensor}
-        found = self._revert(name, _bytes(tensor))
+        found = self._revert(name, in_bytes(tensor))
         return {stored: one.view(tensor.dtype) for stored, one in found.items()}
 
 
@@ -230,7 +230,7 @@ def _as_stack(name: str, packed: list[Packed]) -> Named:
     """Yield the tensors of all experts as one each."""
     for suffix in packed[0]:
         ending = _ENDINGS.get(suffix, f"_{suffix.removeprefix('weight_')}")
-        yield f"{name}{ending}", _stacked([of_one[suffix] for of_one in packed])
+        yield f"{name}{ending}", stacked([of_one[suffix] for of_one in packed])
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -239,11 +239,12 @@ def _split(name: str) -> tuple[str, str]:
     return f"{module}." if module else "", parameter
 
 
-def _stacked(tensors: list[Tensor]) -> Tensor:
-    return torch.stack([_bytes(tensor) for tensor in tensors]).view(tensors[0].dtype)
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one shape and dtype as one."""
+    return torch.stack([in_bytes(tensor) for tensor in tensors]).view(tensors[0].dtype)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def in_bytes(tensor: Tensor) -> Tensor:
     """Return elements of one byte as such: not every operation knows their dtype."""
     return (
         tensor.view(torch.uint8) if tensor.itemsize == 1 and tensor.dtype != torch.bool else tensor

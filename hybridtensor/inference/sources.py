@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from hybridtensor.formats import Format
 from hybridtensor.inference.gather import (
     BucketPlace,
     Places,
@@ -33,35 +32,39 @@ from hybridtensor.subclasses import HybridTensor, MasterWeight
 Ready = tuple[Exported, "Face | Tensor | None"]
 """What is exported, and its whole face or values; None on ranks that do not get it."""
 
-PlacesOf = dict[str, Places]
-"""The parts that ranks hold of each weight, by its name."""
+Placed = tuple[Places, Spread]
+"""The parts that ranks hold of a weight, and over which ranks they are."""
 
 
 _EXCHANGED: dict[object, list[Places]] = {}
 _MOST = 64
 
 
-def places_of(found: list[Exported]) -> PlacesOf:
+def places_of(found: list[Exported]) -> dict[str, Placed]:
     """Return where the parts of all sharded weights are; all ranks ask for the same ones."""
     spreads: dict[Spread, list[Exported]] = {}
     for one in found:
         spread = spread_of(one.value) if isinstance(one.value, DTensor) else None
         if spread is not None:
             spreads.setdefault(spread, []).append(one)
-    known: PlacesOf = {}
+    known: dict[str, Placed] = {}
     for spread, some in spreads.items():
-        key = spread, tuple((tuple(one.value.shape), _placements(one)) for one in some)
+        key = (
+            spread,
+            tuple((tuple(one.value.shape), tuple(_whole(one).placements)) for one in some),
+        )
         if key not in _EXCHANGED:  # on all ranks alike
             if len(_EXCHANGED) >= _MOST:
                 _EXCHANGED.clear()
             _EXCHANGED[key] = exchanged([_place(one) for one in some], spread)
-        known |= {one.name: places for one, places in zip(some, _EXCHANGED[key], strict=True)}
+        for one, places in zip(some, _EXCHANGED[key], strict=True):
+            known[one.name] = places, spread
     return known
 
 
 @torch.no_grad()
 def whole_tensors(
-    some: list[Exported], places: PlacesOf, dtype: torch.dtype, first_only: bool
+    some: list[Exported], places: Mapping[str, Placed], dtype: torch.dtype, first_only: bool
 ) -> Iterator[Ready]:
     """Yield faces and values that are exported, in their order, gathered together where ranks hold parts.
 
@@ -71,9 +74,7 @@ def whole_tensors(
         dtype: Of floating-point values.
         first_only: Whether only the first rank gets what is gathered.
     """
-    ready: list[Face | Tensor | Source] = [
-        _ready(one, places.get(one.name, ()), dtype) for one in some
-    ]
+    ready: list[Face | Tensor | Source] = [_ready(one, places.get(one.name), dtype) for one in some]
     sources = [one for one in ready if isinstance(one, Source)]
     whole = iter(gathered(sources, first_only))
     for one, found in zip(some, ready, strict=True):
@@ -81,7 +82,7 @@ def whole_tensors(
             yield one, found
             continue
         tensors = next(whole)
-        yield one, None if not tensors else _finished(one, tensors, dtype)
+        yield one, None if not tensors else _finished(one, tensors)
 
 
 def size_of(one: Exported, dtype: torch.dtype) -> int:
@@ -94,33 +95,23 @@ def size_of(one: Exported, dtype: torch.dtype) -> int:
     )
 
 
-def _ready(one: Exported, places: Places, dtype: torch.dtype) -> Face | Tensor | Source:
+def _ready(one: Exported, placed: Placed | None, dtype: torch.dtype) -> Face | Tensor | Source:
     """Return the face or the values, or this rank's part of them."""
     if one.format is None:
         values = _high_precision(one, dtype)
-        return values if not places else _source(one, places, values)
+        return values if placed is None else _source(one, placed, values)
     face = _own_face(one)
-    if not places:
+    if placed is None:
         return face if face is not None else _made(one, one.part.source)
     if face is None:  # values that are quantized once they are whole
-        return _source(one, places, one.part.plain)
-    return Source(_parts_of_face(one, face), _as_matrices(one, places), _spread(one))
+        return _source(one, placed, one.part.plain)
+    places, spread = placed
+    return Source(_parts_of_face(one, face), _as_matrices(one, places), spread)
 
 
 def _whole(one: Exported) -> DTensor:
     """Return a weight of which this rank has a part."""
     return cast(DTensor, one.value)
-
-
-def _spread(one: Exported) -> Spread:
-    """Return over which ranks parts are, where there are some."""
-    value = _whole(one)
-    spread = spread_of(value)
-    if spread is None:
-        raise ValueError(
-            f"inference_tensors: a tensor in parts is required, got {value.placements}"
-        )
-    return spread
 
 
 def _high_precision(one: Exported, dtype: torch.dtype) -> Tensor:
@@ -171,10 +162,6 @@ def _made(one: Exported, values: Tensor) -> Face:
     return made
 
 
-def _placements(one: Exported) -> tuple[object, ...]:
-    return tuple(_whole(one).placements)
-
-
 def _place(one: Exported) -> BucketPlace:
     """Return where this rank's part begins in the whole, as that is stored, and its shape."""
     value = _whole(one)
@@ -194,11 +181,11 @@ def _as_matrices(one: Exported, places: Places) -> Places:
     )
 
 
-def _source(one: Exported, places: Places, values: Tensor) -> Source:
+def _source(one: Exported, placed: Placed, values: Tensor) -> Source:
     value = one.value
     strides = torch.empty(value.shape, device="meta").stride()
     whole = Whole(tuple(value.shape), strides, (1,) * value.dim(), values)
-    return Source([whole], places, _spread(one))
+    return Source([whole], *placed)
 
 
 def _layouts(one: Exported) -> list[TensorLayout]:
@@ -220,16 +207,9 @@ def _parts_of_face(one: Exported, face: Face) -> list[Whole]:
     ]
 
 
-def _finished(one: Exported, tensors: list[Tensor], dtype: torch.dtype) -> Face | Tensor:
+def _finished(one: Exported, tensors: list[Tensor]) -> Face | Tensor:
     if one.format is None:
         return tensors[0]
     if len(tensors) == 1:
         return _made(one, tensors[0])
     return Face.of(tensors, FaceKind(one.format))
-
-
-def experts_of(face: Face) -> list[Face]:
-    """Return the faces of the matrices of a stack."""
-    fmt: Format = face.format
-    parts = [tensor.unbind(0) for tensor in face.tensors()]
-    return [Face.of(list(tensors), FaceKind(fmt)) for tensors in zip(*parts, strict=True)]

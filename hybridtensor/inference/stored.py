@@ -209,13 +209,11 @@ def stored_face(name: str, packed: Packed) -> Face | None:
             f"{_WHO}: {name}: scales of a layout of inference_tensors are required, got {scale.dtype} "
             f"{list(scale.shape)} for a matrix {[rows, columns]}"
         )
-    require_elements(
-        name, elements, scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
-    )
-    if fmt is formats.MXFP8_E4M3:
-        return Face(elements, scale.view(torch.float8_e8m0fnu), None, fmt)
     if scale.dtype == torch.uint8:
         scale = scale.view(torch.float8_e8m0fnu)  # exponents
+    require_elements(name, elements, scale)
+    if fmt is formats.MXFP8_E4M3:
+        return Face(elements, scale, None, fmt)
     return Face(elements, scale.float().reshape(fmt.scale_shape(rows, columns)), None, fmt)
 
 

@@ -25,9 +25,10 @@ from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks, is_sharded
 from hybridtensor.inference.input_scales import SUFFIX, check_inputs
 from hybridtensor.inference.layouts import AUTO, require_layout
 from hybridtensor.inference.names import Names
-from hybridtensor.inference.sources import experts_of, places_of, size_of, whole_tensors
+from hybridtensor.inference.sources import places_of, size_of, whole_tensors
 from hybridtensor.inference.weights import Exported, exported, names_of
 from hybridtensor.ops import Face
+from hybridtensor.ops.groups import matrix_of
 
 BUCKET = 256 * 2**20
 _WHO = "inference_tensors"
@@ -213,7 +214,9 @@ def _packed(
         elif isinstance(whole, Tensor):
             yield from names.of_values(one.name, whole)
         return
-    faces = experts_of(whole) if one.value.dim() == 3 else [whole]
+    faces = [whole]
+    if one.value.dim() == 3:
+        faces = [matrix_of(whole, expert) for expert in range(one.value.shape[0])]
     try:
         packed = [one.layout.pack(face) for face in faces]
     except ValueError as error:
