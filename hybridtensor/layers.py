@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -24,6 +25,19 @@ SKIPPED_NAMES = {
 }
 
 
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Set a model to evaluation mode; at the end each module is in the mode that it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        # Not by ``train()``, which would set all submodules alike.
+        for module, training in modes.items():
+            module.training = training
+
+
 class Layer(NamedTuple):
     """A linear layer, or experts with one stack of weights; ``transposed`` if stored ``[in, out]`` or ``[E, in,
     out]``, ``is_head`` if its model says that it is the output head."""
@@ -41,16 +55,9 @@ class Layer(NamedTuple):
             plain: Tensor = getattr(self.module, self.parameter)
             return plain
         # In training mode ``spectral_norm`` takes a step of its power iteration whenever the weight is read.
-        computing = self.module.get_submodule(f"parametrizations.{self.parameter}")
-        modes = {module: module.training for module in computing.modules()}
-        try:
-            computing.eval()
+        with evaluating(self.module.get_submodule(f"parametrizations.{self.parameter}")):
             computed: Tensor = getattr(self.module, self.parameter)
             return computed
-        finally:
-            # Not by ``train()``, which would set all submodules alike.
-            for module, training in modes.items():
-                module.training = training
 
     @property
     def is_stack(self) -> bool:

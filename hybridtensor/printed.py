@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -30,16 +30,27 @@ def as_text(words: str, style: str = "") -> Text:
     return Text(visible(words), style=style)
 
 
-def named_table(*headers: str, title: str = "", caption: str = "") -> Table:
-    """Return an empty table that wraps cells and never cuts them: names that are cut look alike."""
+def named_table(
+    *headers: str, title: str = "", caption: str = "", right: int = 0, edge: bool = True
+) -> Table:
+    """Return an empty table that wraps cells and never cuts them: names that are cut look alike.
+
+    Args:
+        headers: Of the columns.
+        title: Above the table.
+        caption: Below it.
+        right: How many columns, the last ones, are of numbers.
+        edge: Whether there is space around the table.
+    """
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=edge, pad_edge=edge)
     table.title = as_text(title, "table.title") if title else None
     table.caption = as_text(caption, "table.caption") if caption else None
-    for header in headers:
-        table.add_column(header, overflow="fold")
+    for i, header in enumerate(headers):
+        justify: Literal["left", "right"] = "right" if i >= len(headers) - right else "left"
+        table.add_column(header, overflow="fold", justify=justify)
     return table
 
 

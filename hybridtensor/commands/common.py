@@ -8,10 +8,6 @@ import json
 from pathlib import Path
 from types import ModuleType
 
-import torch
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
 
 def add_json(command: argparse.ArgumentParser) -> None:
     """Add ``--json`` to a command that can print data."""

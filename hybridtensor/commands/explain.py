@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from hybridtensor.commands.common import (
-    DTYPES,
     add_json,
     config_of,
     print_json,
@@ -18,6 +17,7 @@ from hybridtensor.commands.common import (
 )
 from hybridtensor.convert import quantize_
 from hybridtensor.explain import explain
+from hybridtensor.export import DTYPES
 
 
 def add(command: argparse.ArgumentParser) -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from torch import nn
 
-from hybridtensor.commands.common import DTYPES, config_of, transformers
+from hybridtensor.commands.common import config_of, transformers
 from hybridtensor.convert import quantize_
 from hybridtensor.distributed import checkpoint
+from hybridtensor.export import DTYPES
 from hybridtensor.inference import LAYOUTS, export_pretrained
 from hybridtensor.recipes import by_type
 

@@ -14,11 +14,10 @@ from hybridtensor.explanation.totals import (
     saved_bytes_per_token,
     shares,
 )
-from hybridtensor.printed import add_row, as_text
+from hybridtensor.printed import add_row, as_text, named_table
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
-    from rich.table import Table
 
 _WIDEST = 80  # columns of a screen
 
@@ -57,19 +56,6 @@ def _title(words: str) -> Iterable[RenderableType]:
     yield from ("", as_text(words, style="bold"))
 
 
-def _table(headers: Iterable[str], *, right: int = 0) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    listed = list(headers)
-    for i, header in enumerate(listed):
-        made.add_column(
-            header, overflow="fold", justify="right" if i >= len(listed) - right else "left"
-        )
-    return made
-
-
 def _quantized(found: Rows, names: list[str]) -> Iterable[RenderableType]:
     """Yield the layers grouped by equal products, and these products."""
     products: dict[str, list[GemmRow]] = {}
@@ -84,7 +70,7 @@ def _quantized(found: Rows, names: list[str]) -> Iterable[RenderableType]:
         groups.setdefault((said, str(layer.config)), []).append(layer)
     for layers in groups.values():
         yield from _title(f"Quantized layers: {layers[0].config}")
-        made = _table(("layer", "weight", "saved B/token"), right=1)
+        made = named_table("layer", "weight", "saved B/token", right=1, edge=False)
         alike = ((layer.layer, (layer.shape, layer.in_features, layer.dtype)) for layer in layers)
         for called, _, (shape, in_features, dtype) in fold(alike, names):
             saved = saved_bytes_per_token(layers[0].config, in_features, dtype)
@@ -108,7 +94,7 @@ def _quantized(found: Rows, names: list[str]) -> Iterable[RenderableType]:
 
 
 def _products(rows: Iterable[GemmRow]) -> RenderableType:
-    made = _table(("product", "left operand", "right operand", "backend"))
+    made = named_table("product", "left operand", "right operand", "backend", edge=False)
     for row in rows:
         add_row(
             made, row.gemm, row.left.replace(": ", "\n"), row.right.replace(": ", "\n"), row.backend
@@ -123,7 +109,7 @@ def _rows(
     cells = [tuple(map(str, vars(row).values())) for row in rows]
     if not cells:
         return []
-    made = _table(headers)
+    made = named_table(*headers, edge=False)
     for called, _, rest in fold(((name, tuple(rest)) for name, *rest in cells), names):
         add_row(made, called, *rest)
     return [*_title(title), made]
@@ -132,7 +118,7 @@ def _rows(
 def _left_alone(found: Rows, names: list[str]) -> Iterable[RenderableType]:
     if found.skipped:
         yield from _title("Left in high precision")
-        made = _table(("layer", "why"))
+        made = named_table("layer", "why", edge=False)
         folds = fold(found.skipped, names)
         for reason in dict.fromkeys(one.said for one in folds):
             for i, one in enumerate(one for one in folds if one.said == reason):
@@ -141,7 +127,7 @@ def _left_alone(found: Rows, names: list[str]) -> Iterable[RenderableType]:
     others = [matrix for matrix in found.coverage.plain if not matrix.deliberate]
     if others:
         yield from _title("Large matrices that no recipe reaches")
-        made = _table(("parameter", "shape", "why"))
+        made = named_table("parameter", "shape", "why", edge=False)
         said = ((matrix.name, (matrix.shape, matrix.why)) for matrix in others)
         for called, _, (shape, why) in fold(said, (matrix.name for matrix in others)):
             add_row(made, called, str(list(shape)), why)
@@ -150,7 +136,7 @@ def _left_alone(found: Rows, names: list[str]) -> Iterable[RenderableType]:
 
 def _totals(found: Rows) -> Iterable[RenderableType]:
     yield from _title("In total")
-    made = _table(("format", "parameters", "FLOPs"), right=2)
+    made = named_table("format", "parameters", "FLOPs", right=2, edge=False)
     for word, share in shares(found).items():
         add_row(made, word, f"{share.parameters:.1%}", f"{share.products:.1%}")
     yield made

@@ -28,11 +28,13 @@ def shares(found: Rows) -> dict[str, Share]:
     """Return the share of each format, by the words of ``costs``; plain layers count as ``bf16``."""
     parameters: dict[str, float] = {}
     products: dict[str, float] = {}
-    for size, config in _sized(found.layers):
-        words = [word_of(formats) for formats in _products(config)]
-        parameters[words[0]] = parameters.get(words[0], 0.0) + size
+    for layer in found.layers:
+        if not layer.parameters:
+            continue
+        words = [word_of(formats) for formats in _products(layer.config)]
+        parameters[words[0]] = parameters.get(words[0], 0.0) + layer.parameters
         for word in words:
-            products[word] = products.get(word, 0.0) + size
+            products[word] = products.get(word, 0.0) + layer.parameters
     _scale(parameters, found.coverage.parameters)
     _scale(products, found.coverage.products)
     words = sorted(
@@ -83,11 +85,6 @@ def saved_bytes(layers: Iterable[LayerRow]) -> tuple[float, float]:
         kept += saved_bytes_per_token(layer.config, layer.in_features, layer.dtype)
         plain += layer.in_features * layer.dtype.itemsize
     return kept, plain
-
-
-def _sized(layers: Iterable[LayerRow]) -> list[tuple[int, HybridConfig]]:
-    """Return layers' parameter counts and recipes."""
-    return [(layer.parameters, layer.config) for layer in layers if layer.parameters]
 
 
 def _products(config: HybridConfig) -> list[tuple[Format, Format]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +29,7 @@ from hybridtensor.inference.engine_mode import (
 from hybridtensor.inference.layouts import AUTO, require_layout
 from hybridtensor.inference.tensors import inference_tensors
 from hybridtensor.inference.weights import Exported, exported
+from hybridtensor.layers import evaluating
 from hybridtensor.plain import plain_
 from hybridtensor.printed import Printed, add_row, named_table
 
@@ -154,7 +154,7 @@ def mismatch(
     if tensors is None:
         sent = inference_tensors(model, layout, experts="stacked", static_inputs=static_inputs)
     known = _by_name(sent)
-    with _evaluating(model):
+    with evaluating(model):
         ran, trained = _recorded(model, batch, found)
         # With NaN as converted weights: what the engine's mode does not multiply shows.
         engine = plain_(copy.deepcopy(model))
@@ -195,17 +195,6 @@ def _by_name(tensors: object) -> dict[str, Tensor]:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
             raise wrong(_WHO, required, pair, "pass what inference_tensors gives")
     return dict(pairs)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    was = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in was.items():
-            module.training = training
 
 
 def _called(model: nn.Module, batch: object) -> object:

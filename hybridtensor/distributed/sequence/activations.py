@@ -118,7 +118,7 @@ def _gather_input(
     if recording and state is not None:
         state = state.provisional()
     context = Context("input", state, record=recording)
-    layout, rank = _layout(x, mesh, dim), mesh.get_local_rank()
+    layout, rank = _layout(mesh, dim), mesh.get_local_rank()
     gathering = SequenceGather(quantizer, context, plan, layout, dim, columnwise, rank)
     gathered: HybridTensor = GatherInput.apply(x, gathering)
     return gathered
@@ -147,7 +147,7 @@ def _scatter_output(y: DTensor, weight: DTensor, dim: int, name: str | None) -> 
         return y.redistribute(placements=[Shard(dim)]).to_local()
     values = y.to_local(grad_placements=[Replicate()])
     context, rank = Context("grad_output", part.state), mesh.get_local_rank()
-    layout = _layout(values, mesh, dim)
+    layout = _layout(mesh, dim)
     gathering = SequenceGather(part.config.grad_output, context, plan, layout, dim, True, rank)
     scattered: Tensor = ScatterOutput.apply(values, gathering)
     return scattered
@@ -165,5 +165,5 @@ _told: set[tuple[str, str, str]] = set()
 _logger = logging.getLogger("hybridtensor")
 
 
-def _layout(x: Tensor, mesh: DeviceMesh, dim: int) -> SequenceLayout:
+def _layout(mesh: DeviceMesh, dim: int) -> SequenceLayout:
     return SequenceLayout(mesh.get_group().group_name, mesh.size(), dim > 0)
