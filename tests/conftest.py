@@ -45,6 +45,14 @@ def default_device(device: str) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing that was compiled before, and nothing for what comes after."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     """Without a GPU of the CPU only: torch keeps every other seed for when there is one, each with a stack trace."""

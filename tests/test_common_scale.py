@@ -4,12 +4,12 @@ Oracle: the faces of the fused weight, the layers' weights one below the other; 
 """
 
 import copy
-import io
 import pickle
 
 import pytest
 import tiers
 import torch
+from saving import through_a_file
 from siblings import GROUPS, ROWS, Model, inputs, model_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -216,10 +216,7 @@ def pickled(model):
 
 
 def saved(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+    return through_a_file(model, weights_only=False)
 
 
 @pytest.mark.parametrize("duplicate", [copied, pickled, saved])
@@ -240,10 +237,7 @@ def test_copies_have_a_common_scale_of_their_own(duplicate, persistent):
 def test_state_dicts_hold_what_they_held():
     model, plain = model_of("fp8"), model_of("fp8", groups=())
     assert list(model.state_dict()) == list(plain.state_dict())
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    plain.load_state_dict(torch.load(file))
+    plain.load_state_dict(through_a_file(model.state_dict()))
     other = model_of("fp8", seed=3)
     other.load_state_dict(plain.state_dict())
     check(other)

@@ -15,18 +15,12 @@ import hybridtensor as ht
 from hybridtensor.subclasses import wrapper
 from hybridtensor.testing import random_tensor
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 SPECS = [
     "bf16", "fp8", "fp8_rowwise", "fp8/fp8_rowwise/bf16", "fp8+high_precision", "fp8+dequantized", "fp8_block", "mxfp8",
     "nvfp4", "nvfp4+four_over_six", "fp8_delayed", "nvfp4/mxfp8/mxfp8+one_d+row_scaled_input+rowwise_dequantized",
     "nvfp4+dequantized", "mxfp4", "mxfp4+mx_two_d+mx_even+nearest",
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def make(spec, persistent=False, device="cpu"):

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 import hybridtensor as ht
 from hybridtensor.testing import random_tensor
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 NUM_BLOCKS = 32 if tiers.LONG else 9  # more than the graphs that Dynamo makes of one function by default
 FIRST = ["bf16", "fp8", "fp8_delayed", "mxfp8", "nvfp4"]
 
@@ -47,13 +48,6 @@ class Block(nn.Module):
         y = self.norm(x)
         x = x + self.attention(y) + self.side(y) * torch.sigmoid(self.skip(y))
         return x + self.mlp(self.norm(x))
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def blocks_of(recipe, count=NUM_BLOCKS, **options):

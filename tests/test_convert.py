@@ -1,7 +1,6 @@
 """Putting recipes on models: every way to call it, what stays, what is refused."""
 
 import copy
-import io
 import logging
 import re
 from collections import OrderedDict
@@ -9,6 +8,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from faces import tensor_faces
+from saving import through_a_file
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torchao.quantization import FqnToConfig
@@ -415,21 +415,15 @@ class TestStateDict:
     @pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
     def test_torch_save_weights_only_round_trip(self, persistent):
         model = ht.quantize_(nn.Linear(16, 8), "fp8/fp8_rowwise/bf16", persistent=persistent)
-        buffer = io.BytesIO()
-        torch.save(model.state_dict(), buffer)
-        buffer.seek(0)
         again = ht.quantize_(nn.Linear(16, 8), "fp8/fp8_rowwise/bf16", persistent=persistent)
-        again.load_state_dict(torch.load(buffer, weights_only=True))
+        again.load_state_dict(through_a_file(model.state_dict(), weights_only=True))
         x = torch.randn(4, 16)
         assert torch.equal(again(x), model(x))
 
     def test_whole_models_pickle_and_copy(self):
         model = ht.quantize_(Model(), "fp8")
         x = torch.tensor([[1, 2, 3]])
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        for again in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        for again in (copy.deepcopy(model), through_a_file(model, weights_only=False)):
             assert configs(again) == configs(model)
             assert torch.equal(again(x), model(x))
             state = {k: v.dequantize() if isinstance(v, MasterWeight) else v for k, v in model.state_dict().items()}

@@ -17,8 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from blocks import Blocks
-from experts import Experts
+from blocks import Blocks, Mixture
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -98,14 +97,6 @@ class Losses(Blocks):
 
     def forward(self, x):
         return SimpleNamespace(loss=super().forward(x).square().mean())
-
-
-class Mixture(nn.Module):
-    """A linear layer and experts."""
-
-    def __init__(self):
-        super().__init__()
-        self.before, self.experts = nn.Linear(64, 64), Experts()
 
 
 def one_rank_mesh(device, shape, mesh_dim_names):

@@ -5,7 +5,6 @@ Oracle: weights in high precision with the same values, bitwise.
 
 import copy
 import functools
-import io
 
 import loops
 import pytest
@@ -13,6 +12,7 @@ import torch
 from experts import offsets
 from graphs import Graphs
 from loops import optimizer_of, same, watched_sample
+from saving import through_a_file
 from tiers import LONG
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
@@ -191,11 +191,10 @@ def test_training_goes_on(tmp_path):
     optimizer = optimizer_of(made)
     steps(made, optimizer)
     checkpoint.save(tmp_path, COUNT, {"model": made, "optimizer": optimizer})
-    saved, memory = copy.deepcopy((made.state_dict(), optimizer.state_dict())), io.BytesIO()
-    torch.save(saved, memory)
-    memory.seek(0)
+    saved = copy.deepcopy((made.state_dict(), optimizer.state_dict()))
+    loaded = through_a_file(saved)
     expected = steps(made, optimizer, first=COUNT)
-    for state in (saved, torch.load(memory), None):
+    for state in (saved, loaded, None):
         other = model()
         its = optimizer_of(other)
         if state is None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import torch.nn.utils as utils
 from processes import call
 from rich.console import Console
+from saving import through_a_file
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, stack_module_state
@@ -324,14 +325,11 @@ def converted(kind):
     return layer
 
 
-def saved(layer):
-    stream = io.BytesIO()
-    torch.save(layer, stream)
-    stream.seek(0)
-    return torch.load(stream, weights_only=False)
-
-
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "torch.save": saved}
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "torch.save": lambda m: through_a_file(m, weights_only=False),
+}
 
 
 @pytest.mark.parametrize("kind", ["alone", "above", "under"])

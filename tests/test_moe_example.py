@@ -1,23 +1,13 @@
 """The example of experts, at its smallest: on four ranks it trains as on one, and goes on on two."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from scripts import called, refused
+from scripts import called, on_ranks, refused
 from tiers import long
 
 MOE = Path(__file__).parent.parent / "examples" / "moe.py"
 TINY = ["--device", "cpu", "--size", "tiny"]
-
-
-def run(ranks, *arguments):
-    """Run the example and return its exit code, output and errors."""
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *start, str(MOE), *TINY, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def losses(out, name="losses.txt"):
@@ -39,7 +29,7 @@ def one(options, tmp_path, monkeypatch):
 
 
 def trained(ranks, ep, options, out, *more):
-    done = run(ranks, *options, "--ep", ep, "--out", out, *more)
+    done = on_ranks(MOE, ranks, *TINY, *options, "--ep", ep, "--out", out, *more)
     assert done.returncode == 0, done.stderr
     return losses(out, "resumed.txt" if more else "losses.txt")
 

@@ -1,23 +1,13 @@
 """The example of pipelines, at its smallest: two ranks lose, at every step, what one does."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from scripts import called, refused
+from scripts import called, on_ranks, refused
 from tiers import long
 
 PIPELINE = Path(__file__).parent.parent / "examples" / "pipeline.py"
 TINY = ["--device", "cpu", "--size", "tiny"]
-
-
-def run(ranks, *arguments):
-    """Run the example and return its exit code, output and errors."""
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *start, str(PIPELINE), *TINY, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def losses(out):
@@ -49,7 +39,7 @@ SUMS = 1e-4  # nats: threads of the process add in another order
 @long("two processes each, for half a minute")
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
 def test_two_ranks_train_as_one(schedule, tmp_path, options, one):
-    done = run(2, *options, "--schedule", schedule, "--out", tmp_path / "two")
+    done = on_ranks(PIPELINE, 2, *TINY, *options, "--schedule", schedule, "--out", tmp_path / "two")
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "two") == pytest.approx(one, abs=SUMS)
 

@@ -1,11 +1,11 @@
 """The way back: plain models of the same parameters, and state dicts that plain models load strictly."""
 
 import copy
-import io
 
 import pytest
 import torch
 from any_layer import ANY_LAYER
+from saving import through_a_file
 from torch import nn
 
 import hybridtensor as ht
@@ -157,11 +157,8 @@ def test_a_state_dict_of_persistent_weights_is_exact_and_gives_values_to_savers(
     with torch.no_grad():
         net[0].weight.copy_(torch.ones(128, 128))
     assert torch.equal(safetensors.load(safetensors.save(state))["0.weight"], torch.ones(128, 128))
-    buffer = io.BytesIO()
-    torch.save(copy.deepcopy(net.state_dict()), buffer)
-    buffer.seek(0)
     other = model("fp8", persistent=True)
-    other.load_state_dict(torch.load(buffer, weights_only=True))
+    other.load_state_dict(through_a_file(copy.deepcopy(net.state_dict()), weights_only=True))
     assert torch.equal(other[0].weight, net[0].weight)
     with pytest.raises(RuntimeError, match="a wrapper has no memory of its own to read"):
         net[0].weight.untyped_storage().data_ptr()

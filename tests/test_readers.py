@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from loops import same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -69,18 +70,13 @@ def step(model, x):
     return found
 
 
-def assert_same(one, other):
-    assert len(one) == len(other)
-    assert all(map(torch.equal, one, other))
-
-
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("shape", [(64, 128), (2, 48, 128)], ids=["matrix", "batch"])
 def test_bits_are_those_of_layers_that_quantize_themselves(spec, shape, device):
     plain, fused = pair(spec, device)
     for seed in range(3):  # delayed scales, hints and random draws go on
         x = random_tensor(*shape, seed=seed, device=device)
-        assert_same(step(fused, x), step(plain, x))
+        assert same(step(fused, x), step(plain, x))
     assert tuple(fused.handed) == SPECS[spec]
     assert plain.handed == [False, False]
 
@@ -88,7 +84,7 @@ def test_bits_are_those_of_layers_that_quantize_themselves(spec, shape, device):
 def test_weights_that_have_no_high_precision_copy(device):
     plain, fused = pair("fp8", device, persistent=True)
     x = random_tensor(64, 128, device=device)
-    assert_same(step(fused, x), step(plain, x))
+    assert same(step(fused, x), step(plain, x))
     assert fused.handed == [True, True]
 
 
@@ -99,7 +95,7 @@ def test_elements_that_the_device_multiplies_are_handed_over(spec, shape, device
     with without():
         plain, fused = pair(spec, device)
         x = random_tensor(*shape, device=device)
-        assert_same(step(fused, x), step(plain, x))
+        assert same(step(fused, x), step(plain, x))
         assert fused.handed == [True, True]
 
 
@@ -139,7 +135,7 @@ def test_with_checkpoints(spec, device):
     y = checkpoint(fused, x, use_reentrant=False)
     y.backward(random_tensor(*y.shape, seed=9, device=y.device))
     assert fused.handed == [True, True]
-    assert_same([y.detach(), x.grad, *(p.grad for p in fused.parameters())], expected)
+    assert same([y.detach(), x.grad, *(p.grad for p in fused.parameters())], expected)
 
 
 def test_a_reentrant_checkpoint_that_ends_in_it_says_so(device):
@@ -160,7 +156,7 @@ def test_without_gradients(device):
     assert fused.handed == [True, True]
     for model in (plain, fused):
         model.requires_grad_(False)
-    assert_same(*(step_of_frozen(model, x) for model in (plain, fused)))
+    assert same(*(step_of_frozen(model, x) for model in (plain, fused)))
 
 
 def step_of_frozen(model, x):
@@ -229,7 +225,7 @@ def test_values_go_where_they_are_wanted(change, device):
     for model in (plain, fused):
         change(model)
     x = random_tensor(64, 128, device=device)
-    assert_same(step(fused, x), step(plain, x))
+    assert same(step(fused, x), step(plain, x))
     assert tuple(fused.handed) == handed
 
 
@@ -238,7 +234,7 @@ def test_hooks_of_all_modules_want_values(device):
     x = random_tensor(64, 128, device=device)
     handle = nn.modules.module.register_module_forward_pre_hook(lambda module, args: (args[0].abs() * 0 + args[0],))
     try:
-        assert_same(step(fused, x), step(plain, x))
+        assert same(step(fused, x), step(plain, x))
     finally:
         handle.remove()
     assert fused.handed == [False, False]
@@ -256,7 +252,7 @@ def test_amaxes_are_noted_where_anything_is_trained(device):
         layer(ht.swiglu(gate, up, into=layer if into else ())).sum().backward()
         ht.step_(layer)
         noted.append([buffer.clone() for buffer in layer.buffers()])
-    assert_same(*noted)
+    assert same(*noted)
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -334,7 +330,7 @@ def test_autocast_and_who_watches_want_values(device):
     plain, fused = pair("fp8", device)
     x = random_tensor(64, 128, device=device)
     with torch.autocast(device, torch.bfloat16):
-        assert_same(step(fused, x), step(plain, x))
+        assert same(step(fused, x), step(plain, x))
     assert fused.handed == [False, False]
     report = ht.check(fused, x, show=False)
     assert report
@@ -386,7 +382,7 @@ def test_gradients_of_weights_through_a_checkpoint(accumulated, kind, asked, per
         found.append([*first, *(p.grad for p in model.parameters()), x.grad])
         model.zero_grad()
         x.grad = None
-    assert_same(*found)
+    assert same(*found)
     assert all(type(grad) is torch.Tensor for grad in found[0])
 
 
@@ -402,11 +398,11 @@ def test_gradients_of_weights_have_torchs_options_and_errors(device):
     (expected,) = grad(used)
     assert expected.shape == used.shape
     assert grad(unused, used, allow_unused=True)[0] is None
-    zeros, same = grad(unused, used, materialize_grads=True)
+    zeros, own = grad(unused, used, materialize_grads=True)
     assert type(zeros) is torch.Tensor
     assert not zeros.any()
     assert (zeros.shape, zeros.dtype, zeros.device) == (used.shape, used.dtype, used.device)
-    assert torch.equal(same, expected)
+    assert torch.equal(own, expected)
     with pytest.raises(RuntimeError, match="appears to not have been used"):
         grad(unused)
     with pytest.raises(RuntimeError, match="does not require grad"):

@@ -14,12 +14,7 @@ import hybridtensor as ht
 from hybridtensor.state.training import layer_states
 from hybridtensor.testing import random_tensor
 
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def model(recipe="fp8_delayed", device="cpu"):

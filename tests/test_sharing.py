@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from loops import same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import FqnToConfig
@@ -138,18 +139,13 @@ def trained(model, seeds, **how):
     return [*found, *(value.clone() for layer in model.layers for value in layer.quantization_state.buffers())]
 
 
-def assert_same(mine, expected):
-    assert len(mine) == len(expected)
-    assert all(map(torch.equal, mine, expected))
-
-
 @pytest.mark.parametrize("recipe", DELAYED)
 def test_delayed_scales_are_shared_from_step_to_step(recipe, casts, device):
     model = Attention(recipe, device=device)
     expected = trained(copy.deepcopy(model), range(4), apart=True)
     assert len(casts) == 4 * 3
     casts.clear()
-    assert_same(trained(model, range(4)), expected)
+    assert same(trained(model, range(4)), expected)
     assert len(casts) == 4
 
 
@@ -168,7 +164,7 @@ def test_microbatches_and_evaluation_share_delayed_scales(casts):
 
     expected = train(copy.deepcopy(model), apart=True)
     casts.clear()
-    assert_same(train(model), expected)
+    assert same(train(model), expected)
     assert len(casts) == 3 * (2 + 3)  # evaluation records nothing, of which nothing is shared
 
 
@@ -217,7 +213,7 @@ def test_layers_whose_scales_differ_share_no_longer(differ, casts):
         trained(one, range(2), apart=one is twin)
         differ(one)
     casts.clear()
-    assert_same(trained(model, range(2, 4)), trained(twin, range(2, 4), apart=True))
+    assert same(trained(model, range(2, 4)), trained(twin, range(2, 4), apart=True))
     assert len(casts) > 2 + 2 * 3
 
 
@@ -235,7 +231,7 @@ def test_copies_and_loaded_models_share_delayed_scales(way, casts):
     trained(model, range(2))
     made = way(model)
     casts.clear()
-    assert_same(trained(made, range(2, 4)), trained(model, range(2, 4), apart=True))
+    assert same(trained(made, range(2, 4)), trained(model, range(2, 4), apart=True))
     assert len(casts) == 2 + 2 * 3
 
 

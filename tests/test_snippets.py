@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from blocks import Blocks
-from experts import Experts
+from blocks import Blocks, Mixture
 from torch import nn
 from torch._inductor import config as inductor
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,14 +46,6 @@ class Projections(nn.Module):
     def __init__(self):
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj, self.gate_proj, self.up_proj = (nn.Linear(64, 64) for _ in range(5))
-
-
-class Mixture(nn.Module):
-    """A linear layer and experts."""
-
-    def __init__(self):
-        super().__init__()
-        self.before, self.experts = nn.Linear(64, 64), Experts()
 
 
 def small(tmp_path):

@@ -1,13 +1,13 @@
 """Linear layers that store their weight ``[in, out]``, as GPT-2's do: bitwise those of ``nn.Linear``."""
 
 import copy
-import io
 import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 from any_layer import ANY_LAYER
+from saving import through_a_file
 from tiers import in_turn
 from torch import nn
 from torch.nn.utils import parametrize
@@ -206,10 +206,7 @@ def test_state_dicts_and_copies(persistent):
     model, other = (ht.quantize_(make(seed=s), "fp8_delayed", persistent=persistent) for s in (0, 1))
     step_of(model)
     ht.step_(model)
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
+    other.load_state_dict(through_a_file(model.state_dict(), weights_only=True))
     with torch.no_grad():
         expected = model(batch())
         for one in (other, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

@@ -116,17 +116,10 @@ def test_rows_of_zeros_change_nothing(recipe, device):
             assert torch.equal(a, b)
 
 
-@pytest.fixture
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 COMPILED = [*recipes.RECIPES, *CONFIGS, *SPECS][:: 1 if tiers.LONG else 6]
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("recipe", COMPILED)
 def test_one_graph_for_every_number_of_tokens(recipe, device):
     """Torch makes a graph of its own where an axis, here that of the blocks along the tokens, has one entry."""
@@ -143,7 +136,7 @@ def test_one_graph_for_every_number_of_tokens(recipe, device):
         assert counter.frame_count <= graphs
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_inductor_takes_any_number_of_tokens(recipe, device):
     eager = layer(recipe, device)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from loops import same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -74,11 +75,6 @@ def steps(net, **options):
     return [t for _ in range(3) for t in step(net, **options)]
 
 
-def assert_same(one, other):
-    assert len(one) == len(other)
-    assert all(map(torch.equal, one, other))
-
-
 def emulates(device):
     """Whether the device multiplies none of these formats."""
     return multiplies_values(ht.formats.MXFP8_E4M3, torch.device(device))
@@ -91,7 +87,7 @@ def test_bits_are_those_of_elements(spec, seeds, device):
     twin = copy.deepcopy(net)
     made = steps(net, seeds=seeds)
     with without():
-        assert_same(steps(twin, seeds=seeds), made)
+        assert same(steps(twin, seeds=seeds), made)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -102,7 +98,7 @@ def test_any_number_of_tokens(spec, rows, device):
     twin = copy.deepcopy(net)
     made = step(net, rows=rows)
     with without():
-        assert_same(step(twin, rows=rows), made)
+        assert same(step(twin, rows=rows), made)
 
 
 @pytest.mark.parametrize("spec", ["mxfp8", "nvfp4"])
@@ -111,7 +107,7 @@ def test_with_checkpoints(spec, device):
     twin = copy.deepcopy(net)
     made = steps(net, run=lambda x: checkpoint(net, x, use_reentrant=False))
     with without():
-        assert_same(steps(twin, run=lambda x: checkpoint(twin, x, use_reentrant=False)), made)
+        assert same(steps(twin, run=lambda x: checkpoint(twin, x, use_reentrant=False)), made)
 
 
 @pytest.mark.filterwarnings("default")
@@ -125,7 +121,7 @@ def test_in_graphs(spec, device):
         with torch.enable_grad(), context, torch.enable_grad():
             made.append(steps(net, run=run))
     torch._dynamo.reset()
-    assert_same(*made)
+    assert same(*made)
 
 
 def test_which_products_have_values(multiplied, device):

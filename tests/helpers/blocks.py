@@ -1,5 +1,6 @@
-"""A model with the names that examples use."""
+"""Models with the names that examples use."""
 
+from experts import Experts
 from torch import nn
 
 
@@ -14,3 +15,11 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+class Mixture(nn.Module):
+    """A linear layer and experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.experts = nn.Linear(64, 64), Experts()

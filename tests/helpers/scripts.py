@@ -1,6 +1,8 @@
 """Scripts that run in this process: starting another one takes seconds."""
 
+import os
 import runpy
+import subprocess
 import sys
 
 import pytest
@@ -19,6 +21,13 @@ def called(script, arguments, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(script), run_name="__main__")
     return ended.value.code
+
+
+def on_ranks(script, ranks, *arguments):
+    """Run a script with one thread on each of several ranks; return its exit code, output and errors."""
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *start, str(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def refused(script, arguments, monkeypatch, capsys):

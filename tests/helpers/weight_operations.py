@@ -6,11 +6,11 @@ written, nor on how the model is sharded.
 """
 
 import copy
-import io
 
 import torch
 import torch.nn.functional as F
 from experts import parts
+from saving import through_a_file
 from torch import nn
 
 import hybridtensor as ht
@@ -99,13 +99,6 @@ WRITES = {
 
 
 # What libraries make of a module: another one that computes the same.
-def _pickled(module):
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 def _replaced(make):
     def apply(module):
         module.weight = make(module.weight)
@@ -116,7 +109,7 @@ def _replaced(make):
 
 COPIES = {
     "deepcopy": copy.deepcopy,
-    "pickle": _pickled,
+    "pickle": lambda module: through_a_file(module, weights_only=False),
     "to": lambda module: module.to(torch.float64).to(torch.float32),
     "nn.Parameter": _replaced(lambda p: nn.Parameter(p)),
     "type(p)(p, requires_grad)": _replaced(lambda p: type(p)(p, requires_grad=p.requires_grad)),
