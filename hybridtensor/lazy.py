@@ -39,7 +39,7 @@ ALLOWED = {
     "config": ("HybridConfig", "QuantizerRole"),
     "convert": ("_keep_recipe_on_assign", "_plain_values"),
     "formats": ("format_of_face", "get_format"),
-    "quantizers.base": ("CastQuantizer", "OneFormatQuantizer"),
+    "quantizers.base": ("CastQuantizer", "OneFormatQuantizer", "RoundingQuantizer"),
     "quantizers.float8": ("DelayedFloat8Quantizer", "Float8Quantizer"),
     "quantizers.hybrid": ("HybridQuantizer", "IdentityQuantizer"),
     "quantizers.mxfp4": ("MXFP4Quantizer",),

@@ -13,6 +13,7 @@ from hybridtensor.formats import IDENTITY
 from hybridtensor.layers import Layer
 from hybridtensor.ops import Face
 from hybridtensor.quantizers import Quantizer
+from hybridtensor.quantizers.base import one_face
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS, Gemm
 from hybridtensor.state import Context, StateTensors
@@ -112,18 +113,11 @@ def operand_of(
 ) -> tuple[Face, Tensor]:
     """Return the face that a product reads of ``values``, and these as the product has them, ``[M, K]``."""
     quantizer: Quantizer = getattr(config, role)
-    columnwise = direction == "columnwise"
-    faces = quantizer.faces(
-        values,
-        rowwise=not columnwise,
-        columnwise=columnwise,
-        dtype=values.dtype,
-        context=Context(role, state, record=False),
-    )
-    face = faces[1 if columnwise else 0]
+    context = Context(role, state, record=False)
+    face = one_face(quantizer, values, direction, values.dtype, context)
     if face is None:
         raise ValueError(f"advise: {quantizer} made no {direction} face of {role}")
-    return face, values.t() if columnwise else values
+    return face, values.t() if direction == "columnwise" else values
 
 
 @contextlib.contextmanager

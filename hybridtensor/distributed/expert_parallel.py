@@ -28,6 +28,7 @@ from hybridtensor.ops.autograd import Function
 from hybridtensor.ops.library import autocasts, outside_graphs
 from hybridtensor.ops.scaled_mm import rowwise_values
 from hybridtensor.quantizers import OneFormatQuantizer, Quantizer
+from hybridtensor.quantizers.base import one_face
 from hybridtensor.quantizers.hybrid import of_direction
 from hybridtensor.recipes.named import from_name
 from hybridtensor.state import STATE, LayerState
@@ -108,7 +109,7 @@ def moved(tensor: Tensor, route: Route, *, back: bool, quantizer: Quantizer | No
 
 def _moved_face(tensor: Tensor, route: Route, quantizer: Quantizer, *, back: bool) -> Face:
     """Return the rowwise face of rows that were sent; each row has its own scales."""
-    face = quantizer.faces(tensor, rowwise=True, columnwise=False, dtype=tensor.dtype)[0]
+    face = one_face(quantizer, tensor, "rowwise", tensor.dtype)
     if face is None:
         raise ValueError(f"ExpertParallel: a quantizer made no rowwise face: {quantizer}")
     arrived = []

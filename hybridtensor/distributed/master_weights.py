@@ -34,6 +34,7 @@ from hybridtensor.ops import Face, columnwise_of, high_precision
 from hybridtensor.ops.references.blocks import Block
 from hybridtensor.ops.references.nvfp4 import pack, unpack
 from hybridtensor.quantizers import HybridQuantizer
+from hybridtensor.quantizers.base import one_face
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.common_scale import by_scale
 from hybridtensor.subclasses.quantizing import overwrite_
@@ -199,14 +200,7 @@ def _quantized(part: Fragment, direction: str, magnitudes: Tensor | None) -> Fac
 
 
 def _face(part: Fragment, direction: str, matrix: Tensor) -> Face:
-    made = part.quantizer.faces(
-        matrix,
-        rowwise=direction == ROW,
-        columnwise=direction == COLUMN,
-        dtype=part.weight.dtype,
-        context=part.context,
-    )
-    face = made[0 if direction == ROW else 1]
+    face = one_face(part.quantizer, matrix, direction, part.weight.dtype, part.context)
     if face is None or face.scale is None or face.dequantized_rowwise is not None:
         raise TypeError(
             f"quantize_master_weights: {part.quantizer} made no {direction} face of its own; its "

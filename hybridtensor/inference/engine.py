@@ -22,7 +22,7 @@ from hybridtensor.quantizers import (
     NVFP4Quantizer,
     OneFormatQuantizer,
 )
-from hybridtensor.quantizers.base import ALONE
+from hybridtensor.quantizers.base import one_face
 
 _SIDE = 128
 _FP32_MAX = torch.finfo(torch.float32).max
@@ -97,7 +97,7 @@ def decoded_weight(packed: Packed) -> Decoded:
 
 def decoded_input(x: Tensor, quantizer: OneFormatQuantizer) -> Decoded:
     """Return tokens ``[T, K]`` as an engine quantizes them."""
-    row = quantizer.faces(x, rowwise=True, columnwise=False, dtype=x.dtype, context=ALONE)[0]
+    row = one_face(quantizer, x, "rowwise", x.dtype)
     if row is None or row.scale is None:
         raise ValueError(f"mismatch: a rule that quantizes inputs is required, got {quantizer}")
     if row.tensor_scale is not None:

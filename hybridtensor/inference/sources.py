@@ -25,6 +25,7 @@ from hybridtensor.inference.weights import Exported
 from hybridtensor.ops import Face, Groups
 from hybridtensor.ops.face import FaceKind, TensorLayout, face_layouts
 from hybridtensor.ops.groups import stack_layouts
+from hybridtensor.quantizers.base import one_face
 from hybridtensor.recipes.config import weight_values
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor, MasterWeight
@@ -151,15 +152,12 @@ def _made(one: Exported, values: Tensor) -> Face:
     turned = values.transpose(-2, -1) if one.is_turned else values
     groups = Groups(values.shape[0]) if values.dim() == 3 else None
     context: Context = part.context._replace(record=False, groups=groups, section=None)
-    (row, _) = part.recipe.weight.faces(
-        turned, rowwise=True, columnwise=False, dtype=values.dtype, context=context
-    )
+    row = one_face(part.recipe.weight, turned, "rowwise", values.dtype, context)
     if row is None:
         raise ValueError(
             f"inference_tensors: {one.name}: {part.recipe.weight} made no rowwise face"
         )
-    made: Face = row
-    return made
+    return row
 
 
 def _place(one: Exported) -> BucketPlace:

@@ -17,6 +17,7 @@ from hybridtensor.inference.layouts import Packed
 from hybridtensor.ops import Face, transpose
 from hybridtensor.ops.dequantize import face_values
 from hybridtensor.quantizers import HybridQuantizer, Quantizer
+from hybridtensor.quantizers.base import one_face
 from hybridtensor.state import Context
 
 _WHO = "load_pretrained"
@@ -371,7 +372,7 @@ def columnwise_of_stored(
     elif row.format.is_square and row.scale is not None:
         return _transposed(row)
     values = face_values(row, torch.float32)
-    return quantizer.faces(values, rowwise=False, columnwise=True, dtype=dtype, context=context)[1]
+    return one_face(quantizer, values, "columnwise", dtype, context)
 
 
 def _transposed(row: Face) -> Face:

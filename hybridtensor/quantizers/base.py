@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridtensor.arguments import require_choice, require_int
 from hybridtensor.formats import Format, work_out
-from hybridtensor.ops import Cast, CastRequest, Faces
+from hybridtensor.ops import Cast, CastRequest, Face, Faces
 from hybridtensor.quantizers.plans import Plans, cast_plan, check_blocks
 from hybridtensor.state import MAX_SEED, Context, DelayedRule
 
@@ -147,6 +147,17 @@ class Quantizer(ABC):
             check_blocks(self.columnwise_format, (columns, rows), who, "columnwise")
 
 
+def one_face(
+    quantizer: Quantizer, x: Tensor, direction: str, dtype: torch.dtype, context: Context = ALONE
+) -> Face | None:
+    """Return the ``"rowwise"`` or the ``"columnwise"`` face of a tensor, as ``Quantizer.faces`` makes it."""
+    rowwise = direction == "rowwise"
+    row, column = quantizer.faces(
+        x, rowwise=rowwise, columnwise=not rowwise, dtype=dtype, context=context
+    )
+    return row if rowwise else column
+
+
 class CastQuantizer(Quantizer):
     """A quantizer whose faces one cast makes where that is possible, and else ``faces_apart``."""
 
@@ -200,3 +211,24 @@ class OneFormatQuantizer(CastQuantizer):
         # Each face draws for itself: with the same numbers the errors of two products would not be
         # independent.
         return CastRequest(cast if rowwise else None, cast.for_columnwise() if columnwise else None)
+
+
+class RoundingQuantizer(OneFormatQuantizer):
+    """A quantizer of one format that rounds to nearest, or at random from a seed."""
+
+    rounding: str
+    seed: int
+
+    @property
+    def repeatable(self) -> bool:  # type: ignore[override]
+        """Whether the same input always gives the same bits."""
+        return not self.stochastic
+
+    @property
+    def stochastic(self) -> bool:  # type: ignore[override]
+        """Whether elements, or their scales, are rounded at random."""
+        return self.rounding != "nearest"
+
+    def cast(self, context: Context) -> Cast:
+        stream = context.stream(self.seed) if self.stochastic else -1
+        return Cast(self.format, stream=stream, rule=self.rule)

@@ -15,6 +15,7 @@ from hybridtensor.quantizers.base import (
     CastQuantizer,
     OneFormatQuantizer,
     Quantizer,
+    one_face,
 )
 from hybridtensor.quantizers.plans import tokens
 from hybridtensor.state import Context, DelayedRule
@@ -183,16 +184,12 @@ class HybridQuantizer(CastQuantizer):
         row = column = None
         if rowwise or of_rowwise:  # transient if not asked for
             of_row = context._replace(direction="rowwise")
-            row = self.rowwise.faces(
-                x, rowwise=True, columnwise=False, dtype=dtype, context=of_row
-            )[0]
+            row = one_face(self.rowwise, x, "rowwise", dtype, of_row)
         if of_rowwise and row is not None:
             column = self.of_rowwise(row, dtype, context)
         elif columnwise:
             of_column = context._replace(direction="columnwise")
-            column = self.columnwise.faces(
-                x, rowwise=False, columnwise=True, dtype=dtype, context=of_column
-            )[1]
+            column = one_face(self.columnwise, x, "columnwise", dtype, of_column)
         return row if rowwise else None, column
 
     def of_rowwise(self, row: Face, dtype: torch.dtype, context: Context) -> Face | None:
@@ -203,9 +200,7 @@ class HybridQuantizer(CastQuantizer):
         if context.state is not None and context.state.common_amax is not None:
             # which several weights have in common before they are quantized, not what their faces hold
             context = context._replace(state=context.state._replace(common_amax=None))
-        return self.columnwise.faces(
-            values, rowwise=False, columnwise=True, dtype=dtype, context=context
-        )[1]
+        return one_face(self.columnwise, values, "columnwise", dtype, context)
 
 
 def of_direction(quantizer: Quantizer, direction: str) -> Quantizer:

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 from hybridtensor.arguments import require_choice, require_flag
 from hybridtensor.formats import Format, get_format, work_out
-from hybridtensor.ops import Cast
-from hybridtensor.quantizers.base import OneFormatQuantizer, require_rounding
-from hybridtensor.state import Context
+from hybridtensor.quantizers.base import RoundingQuantizer, require_rounding
 
 
 @dataclass(frozen=True)
-class MXFP4Quantizer(OneFormatQuantizer):
+class MXFP4Quantizer(RoundingQuantizer):
     """MXFP4: E2M1 values, a power-of-two scale per 32 along the contraction axis of each face.
 
     ::
@@ -59,16 +57,6 @@ class MXFP4Quantizer(OneFormatQuantizer):
         work_out(self)
 
     @property
-    def repeatable(self) -> bool:  # type: ignore[override]
-        """Whether the same input always gives the same bits."""
-        return not self.stochastic
-
-    @property
-    def stochastic(self) -> bool:  # type: ignore[override]
-        """Whether elements are rounded at random."""
-        return self.rounding == "stochastic"
-
-    @property
     def rule(self) -> str:  # type: ignore[override]
         """The rule that rounds exponents, ``""`` for rounding up."""
         return "" if self.scale_rounding == "rceil" else self.scale_rounding
@@ -77,7 +65,3 @@ class MXFP4Quantizer(OneFormatQuantizer):
     def format(self) -> Format:
         options = {"_32x32": self.two_d, "_hadamard": self.hadamard}
         return get_format("mxfp4" + "".join(name for name, chosen in options.items() if chosen))
-
-    def cast(self, context: Context) -> Cast:
-        stream = context.stream(self.seed) if self.stochastic else -1
-        return Cast(self.format, stream=stream, rule=self.rule)

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 from hybridtensor.arguments import require_choice, require_flag, require_int
 from hybridtensor.formats import Format, get_format, work_out
-from hybridtensor.ops import Cast
-from hybridtensor.quantizers.base import OneFormatQuantizer, require_rounding
-from hybridtensor.state import Context
+from hybridtensor.quantizers.base import RoundingQuantizer, require_rounding
 
 EDEN = "eden"
 
 
 @dataclass(frozen=True)
-class NVFP4Quantizer(OneFormatQuantizer):
+class NVFP4Quantizer(RoundingQuantizer):
     """NVFP4: E2M1 values, an E4M3 scale per 16 along the contraction axis of each face, an fp32 scale per tensor.
 
     ::
@@ -104,16 +102,6 @@ class NVFP4Quantizer(OneFormatQuantizer):
         super().__setstate__({"four_over_six": None, "scale_max": 448, **fields})
 
     @property
-    def repeatable(self) -> bool:  # type: ignore[override]
-        """Whether the same input always gives the same bits."""
-        return not self.stochastic
-
-    @property
-    def stochastic(self) -> bool:  # type: ignore[override]
-        """Whether elements, or their scales, are rounded at random."""
-        return self.rounding != "nearest"
-
-    @property
     def rule(self) -> str:  # type: ignore[override]
         """The error that selects one of two block scales, ``""`` without four over six."""
         return self.four_over_six or ""
@@ -129,7 +117,3 @@ class NVFP4Quantizer(OneFormatQuantizer):
             "_max256": self.scale_max == 256,
         }
         return get_format("nvfp4" + "".join(name for name, chosen in options.items() if chosen))
-
-    def cast(self, context: Context) -> Cast:
-        stream = context.stream(self.seed) if self.stochastic else -1
-        return Cast(self.format, stream=stream, rule=self.rule)
