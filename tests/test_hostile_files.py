@@ -102,8 +102,8 @@ def read_data(path):
     reader.stage(reader.prepare_local_plan(planner.create_local_plan()), planner)
 
 
-def load_folder(path):
-    model = net(1)
+def load_folder(path, make=net):
+    model = make(1)
     with unchanged(model):
         ht.load_pretrained(model, path)
     return bits(model)
@@ -132,13 +132,6 @@ class Stack(nn.Module):
 def write_experts(path):
     ht.export_pretrained(ht.quantize_(Stack(0), "mxfp4"), path, "hf_mxfp4")
     (path / "digests.json").unlink()
-
-
-def load_experts(path):
-    model = Stack(1)
-    with unchanged(model):
-        ht.load_pretrained(model, path)
-    return bits(model)
 
 
 def write_recording(path):
@@ -176,7 +169,7 @@ READERS = {
     "safetensors": Reader(
         lambda path: write_folder(path, sealed=False, shard_bytes=50), SHARD, load_folder, step=2, header=header_of
     ),
-    "experts": Reader(write_experts, WHOLE, load_experts, step=2, header=header_of),
+    "experts": Reader(write_experts, WHOLE, lambda path: load_folder(path, Stack), step=2, header=header_of),
     "index": Reader(lambda path: write_folder(path, sealed=False, shard_bytes=50), INDEX, load_folder, step=5),
     **{
         f"sealed {name}": Reader(lambda path: write_folder(path, shard_bytes=50), name, load_folder, step=23)

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from experts import ENDS, EXPERTS, TOKENS, Experts, offsets
+from experts import ENDS, EXPERTS, TOKENS, Experts, Stored, offsets
 from processes import generator, here
 from sharding import mesh_of, own_group
 from tiers import covered, few
@@ -22,23 +22,9 @@ WIDTH, HIDDEN = 128, 256
 RECIPES = ["quartet2", "nvfp4+eden"]
 
 
-class Stored(torch.nn.Module):
-    """Experts that are stored the other way."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_experts, self.is_transposed = EXPERTS, True
-        self.up = torch.nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 11)
-        self.down = torch.nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 16)
-
-    def forward(self, x, ends):
-        hidden = torch._grouped_mm(x, self.up, offs=ends).relu()
-        return torch._grouped_mm(hidden, self.down, offs=ends)
-
-
 def plain(kind=Experts):
     torch.manual_seed(0)
-    return (Experts(EXPERTS, WIDTH, HIDDEN) if kind is Experts else kind()).to(here())
+    return kind(EXPERTS, WIDTH, HIDDEN).to(here())
 
 
 def tokens(step, rank=0):

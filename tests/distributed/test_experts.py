@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from any_layer import ANY_LAYER
-from experts import ENDS, EXPERTS, HIDDEN, TOKENS, WIDTH, Experts, offsets, parts
+from experts import ENDS, EXPERTS, HIDDEN, TOKENS, WIDTH, Experts, Stored, offsets, parts
 from processes import generator, here
 from sharding import mesh_of
 from tiers import in_turn
@@ -27,20 +27,6 @@ from hybridtensor.distributed import checkpoint
 from hybridtensor.dtensor import local
 
 RECIPES = sorted(ANY_LAYER)
-
-
-class Stored(nn.Module):
-    """Experts that are stored the other way."""
-
-    def __init__(self, count=EXPERTS):
-        super().__init__()
-        self.num_experts, self.is_transposed = count, True
-        self.up = nn.Parameter(torch.randn(count, WIDTH, HIDDEN) / 8)
-        self.down = nn.Parameter(torch.randn(count, HIDDEN, WIDTH) / 11)
-
-    def forward(self, x, ends):
-        hidden = torch._grouped_mm(x, self.up, offs=ends).relu()
-        return torch._grouped_mm(hidden, self.down, offs=ends)
 
 
 def tokens(step, rank):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from experts import ENDS, HIDDEN, WIDTH, Experts, offsets
+from experts import ENDS, WIDTH, Experts, Stored, offsets
 from processes import generator, here
 from sharding import batch, make, mesh_of, shard
 from torch import nn
@@ -132,19 +132,6 @@ def each_expert(model, x, grad, given, samples):
             found.setdefault(name, {}).update(row.experts)
         whole.append([{expert for expert, _ in row.experts} for row in sample.products])
     return found, whole, seen.samples
-
-
-class Stored(nn.Module):
-    """Experts that are stored the other way."""
-
-    def __init__(self, count):
-        super().__init__()
-        self.num_experts, self.is_transposed = count, True
-        self.up = nn.Parameter(torch.randn(count, WIDTH, HIDDEN) / 8)
-        self.down = nn.Parameter(torch.randn(count, HIDDEN, WIDTH) / 11)
-
-    def forward(self, x, ends):
-        return torch._grouped_mm(torch._grouped_mm(x, self.up, offs=ends).relu(), self.down, offs=ends)
 
 
 def experts_under_fsdp(rank, make, dim, count):

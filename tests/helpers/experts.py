@@ -25,6 +25,20 @@ class Experts(nn.Module):
         return torch._grouped_mm(F.silu(gate) * up, self.w2.transpose(-2, -1), offs=ends)
 
 
+class Stored(nn.Module):
+    """Experts that are stored the other way: two matrices each."""
+
+    def __init__(self, count=EXPERTS, width=WIDTH, hidden=HIDDEN):
+        super().__init__()
+        self.num_experts, self.is_transposed = count, True
+        self.up = nn.Parameter(torch.randn(count, width, hidden) / int(width**0.5))
+        self.down = nn.Parameter(torch.randn(count, hidden, width) / int(hidden**0.5))
+
+    def forward(self, x, ends):
+        hidden = torch._grouped_mm(x, self.up, offs=ends).relu()
+        return torch._grouped_mm(hidden, self.down, offs=ends)
+
+
 class Mixture(nn.Module):
     """A router and experts: each token goes to two of them."""
 
