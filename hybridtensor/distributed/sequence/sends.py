@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TypeAlias
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -22,24 +22,13 @@ from hybridtensor.distributed.sequence.styles import (
 )
 from hybridtensor.quantizers import Quantizer
 
-
-class Sends(NamedTuple):
-    """Description of what ranks send of an activation.
-
-    Attributes:
-        tensor: ``"input"`` or ``"grad_output"``; or ``"tokens"``, which go to their experts.
-        forward: What is sent before forward, or "" for nothing.
-        backward: What is sent in backward.
-        reason: Why values are sent; or how many tokens of a sequence a rank needs a multiple of, for bytes to be sent.
-    """
-
-    tensor: str
-    forward: str
-    backward: str
-    reason: str
+Sent: TypeAlias = tuple[str, str, str, str]
+"""What ranks send of an activation: tensor, forward, backward and reason, as a ``SequenceRow`` of ``explain`` has them.
+The tensor ``"tokens"`` is that of tokens which go to their experts.
+"""
 
 
-def sends(module: nn.Module) -> list[Sends]:
+def sends(module: nn.Module) -> list[Sent]:
     """Describe what the parallel styles of a module send."""
     found = []
     for style, mesh in module.__dict__.get(STYLES, ()):
@@ -53,7 +42,7 @@ def sends(module: nn.Module) -> list[Sends]:
             forward, reason = dispatch_sends(style, module)
             of_gradient = style.gradients
             backward = "values" if of_gradient is None else f"rowwise, {of_gradient.rowwise_format}"
-            found.append(Sends("tokens", forward, backward, reason))
+            found.append(("tokens", forward, backward, reason))
         elif isinstance(style, PrepareModuleInput) and _gathers(style):
             layers = [
                 m
@@ -76,23 +65,21 @@ def _gathers(style: PrepareModuleInput) -> bool:
 _ANY = 1 << 20  # tokens that no block cuts
 
 
-def _of_input(layers: list[nn.Linear]) -> Sends:
+def _of_input(layers: list[nn.Linear]) -> Sent:
     config = config_of(layers)
     if config is None:
-        return Sends(
-            "input", "values", "", "its layers quantize it by different recipes, or not at all"
-        )
+        return "input", "values", "", "its layers quantize it by different recipes, or not at all"
     plan = input_plan(config.input, _ANY, 2, len(layers) > 1)
     if plan.reason:
-        return Sends("input", "values", "", plan.reason)
+        return "input", "values", "", plan.reason
     backward = {
         "bytes": f"columnwise, {config.input.columnwise_format}", "values": "values", "quantized": "values",
     }.get(plan.column, "")  # fmt: skip
     forward = f"rowwise, {config.input.rowwise_format}"
-    return Sends("input", forward, backward, plan.column_reason or _multiple(config.input))
+    return "input", forward, backward, plan.column_reason or _multiple(config.input)
 
 
-def _of_gradient(layer: nn.Linear) -> Sends:
+def _of_gradient(layer: nn.Linear) -> Sent:
     config = config_of([layer])
     if config is None or not takes_faces(layer):
         why = (
@@ -101,10 +88,10 @@ def _of_gradient(layer: nn.Linear) -> Sends:
             else "its forward is not Linear's"
         )
         why = "it is not quantized" if config is None else why
-        return Sends("grad_output", "", "values", why)
+        return "grad_output", "", "values", why
     plan = gradient_plan(config, _ANY, 2)
     sent = "values" if plan.reason else f"rowwise, {config.grad_output.rowwise_format}"
-    return Sends("grad_output", "", sent, plan.reason or _multiple(config.grad_output))
+    return "grad_output", "", sent, plan.reason or _multiple(config.grad_output)
 
 
 def _multiple(quantizer: Quantizer) -> str:
