@@ -156,13 +156,7 @@ def product(x: Decoded, weight: Decoded, bias: Tensor | None, dtype: torch.dtype
         total = torch.mm(x.elements, weight.elements.t())
     else:
         total = _sum_of_blocks(x, weight)
-    right = None if weight.of_rows is None else weight.of_rows.t()
-    factors = [one for one in (x.of_rows, right) if one is not None]
-    if len(factors) == 2:
-        # Saturated, as the emulated product: Inf times a sum of zero would be NaN.
-        total = total * (factors[0] * factors[1]).clamp(max=_FP32_MAX)
-    elif factors:
-        total = total * factors[0]
+    total = _scaled(total, x.of_rows, weight.of_rows)
     return (total if bias is None else total + bias.to(dtype)).to(dtype)
 
 
@@ -177,11 +171,15 @@ def _sum_of_blocks(x: Decoded, weight: Decoded) -> Tensor:
         left, right = (
             None if one is None else one[:, i : i + 1] for one in (x.of_blocks, weight.of_blocks)
         )
-        if left is not None and right is not None:
-            of_block = of_block * (left * right.t()).clamp(max=_FP32_MAX)
-        elif left is not None:
-            of_block = of_block * left
-        elif right is not None:
-            of_block = of_block * right.t()
-        total += of_block
+        total += _scaled(of_block, left, right)
     return total
+
+
+def _scaled(sums: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """Return sums ``[T, N]`` times scales ``[T or 1, 1]`` of rows and ``[N or 1, 1]`` of columns."""
+    if left is None:
+        return sums if right is None else sums * right.t()
+    if right is None:
+        return sums * left
+    # Saturated, as the emulated product: Inf times a sum of zero would be NaN.
+    return sums * (left * right.t()).clamp(max=_FP32_MAX)
