@@ -225,6 +225,21 @@ def test_steps_where_tensors_are_made_on_the_device_by_default(default_device, d
     assert all(scale.device.type == device and bool((scale != 1).all()) for scale in scales)
 
 
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+def test_nothing_is_made_on_the_device_by_default(recipe):
+    """What is made there, on the meta device, has no values."""
+    found = []
+    for place in ("cpu", "meta"):
+        net, batches = model(recipe), [x_of(step) for step in range(3)]
+        with torch.device(place):
+            assert all(map(torch.equal, batches, [x_of(step) for step in range(3)]))
+            for x in batches:
+                net(x).square().mean().backward()
+                ht.step_(net)
+        found.append(net)
+    assert_same(*found)
+
+
 def test_a_step_without_recording_raises():
     net = model()
     with ht.without_recording(net):

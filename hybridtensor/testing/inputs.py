@@ -59,8 +59,8 @@ def random_tensor(
     for extent in shape:
         require_int("random_tensor", at_least=0, extent=extent)
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator)
+    x = torch.randn(shape, generator=generator, device="cpu")
     for dim in {0, len(shape) - 1}:
-        spread = torch.randint(-4, 5, (shape[dim],), generator=generator).float()
+        spread = torch.randint(-4, 5, (shape[dim],), generator=generator, device="cpu").float()
         x *= torch.exp2(spread).reshape([-1 if d == dim else 1 for d in range(len(shape))])
     return x.to(dtype).to(device)
