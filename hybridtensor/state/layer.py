@@ -170,7 +170,7 @@ class LayerState(StateModule):
         """Record that a backward of the layer ran."""
         own = self.__dict__  # Module.__setattr__ would look through parameters and buffers first
         own["recorded" if recorded else "unrecorded"] = True
-        if recorded:
+        if recorded and own["_record"] is not None:  # a recipe that was set since may have none
             own["_record"].is_used = True
 
     def tensors(self) -> StateTensors:
