@@ -61,23 +61,20 @@ class AmaxRecord:
         self.of_inputs: list[Tensor | None] = []
         self._spare: list[Tensor] = []  # zeros, for the forwards of the next step
         self.is_gathered = self.is_used = False
-        begin = _aligned(2 * size)  # of those of gathers
+        begin = _aligned(2 * size)  # of what gathers record
         with torch.inference_mode(False), torch.no_grad():
-            is_meta = device.type == "meta"
-            memory = None if is_meta else _memory(_indexed(device))
-            taken = (
-                torch.zeros(begin + size, dtype=torch.float32, device=device)
-                if memory is None
-                else memory.take(begin + size)
-            )
+            if device.type == "meta":
+                taken = torch.zeros(begin + size, dtype=torch.float32, device=device)
+                self.address = nowhere(device)
+            else:
+                memory = _memory(_indexed(device))
+                taken = memory.take(begin + size)
+                self.address = torch.tensor([taken.data_ptr()], dtype=torch.int64, device=device)
+                # Not at exit, when nobody takes memory any more.
+                weakref.finalize(self, memory.give_back, taken).atexit = False
+            # ``commit`` finds both by the address: one behind the other.
             self.total, self.used_in_graphs = taken[:size], taken[size : 2 * size]
             self.of_gathers, self._of_values = taken[begin : begin + size], taken[size:]
-            if memory is None:
-                self.address = nowhere(device)
-                return
-            self.address = torch.tensor([self.total.data_ptr()], dtype=torch.int64, device=device)
-        # Not at exit, when nobody takes memory any more.
-        weakref.finalize(self, memory.give_back, taken).atexit = False
 
     @property
     def amax(self) -> Tensor:
@@ -112,7 +109,7 @@ class AmaxRecord:
         """Commit the amaxes of the gathers so far if a backward ran, and drop them if not: other values come next."""
         if not self.is_gathered:
             return
-        # As in ``provisional``: a policy of checkpointing that counts operators finds these in one of its passes.
+        # Out of sight of dispatch modes, as in ``provisional``: only one pass of selective checkpointing may come here.
         with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
             used = self.used_in_graphs + int(self.is_used)
             counted = torch.where(used != 0, self.of_gathers, 0.0)
