@@ -83,11 +83,15 @@ def _check(input: Tensor, weight: Weight, ends: Tensor) -> None:
             f"grouped_mm: tokens [T, K] and weights [E, N, K] are required, got {tuple(input.shape)} and "
             f"{tuple(weight.shape)} (as F.linear takes them); sort tokens by expert, see quantize_'s transposed"
         )
-    if ends.dtype != torch.int32 or ends.shape != weight.shape[:1]:
-        raise ValueError(
-            f"grouped_mm: int32 offsets [{weight.shape[0]}], one for each expert, are required, got "
-            f"{ends.dtype} {list(ends.shape)}"
-        )
+    told = f"int32 offsets [{weight.shape[0]}], one for each expert, are required"
+    one_each = ends.dim() == 1 and ends.shape[0] == weight.shape[0]
+    if isinstance(
+        one_each, torch.SymBool
+    ):  # offsets that are counted in the graph, which checks it when it runs
+        torch._check(one_each, lambda: f"grouped_mm: {told}")
+        one_each = True
+    if ends.dtype != torch.int32 or not one_each:
+        raise ValueError(f"grouped_mm: {told}, got {ends.dtype} {list(ends.shape)}")
     if not input.device == weight.device == ends.device:
         raise ValueError(
             "grouped_mm: operands on one device are required, got tokens on "

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch._guards
+from torch._C._dynamo import eval_frame
 from torch._ops import OpOverload
 
 _LIBRARY = torch.library.Library("hybridtensor", "DEF")
@@ -33,6 +34,17 @@ def outside_graphs(reason: str) -> Callable[[F], F]:
     """Return a decorator that breaks the graph at a function and runs it eagerly; ``reason`` is for Dynamo's logs."""
     disable: Callable[[F], F] = torch.compiler.disable(reason=reason)
     return disable
+
+
+def compiled_in_callers_only(function: F) -> F:
+    """Keep Dynamo from compiling a function, and all that it calls, where eager code calls it; graphs trace it."""
+    # Between graphs of one region, Dynamo would compile what eager code calls, with views of weights as inputs, which
+    # guards do not know. Private; ``torch._dynamo.eval_frame.skip_code`` sets it for one function, and
+    # ``torch.compiler.disable`` would break the caller's graph, too.
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
 
 
 def define(

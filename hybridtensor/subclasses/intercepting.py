@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hybridtensor.ops import Groups
+from hybridtensor.ops.library import compiled_in_callers_only
 from hybridtensor.state import Context, LayerState, StateTensors
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
 from hybridtensor.subclasses.record import WeightRecord
@@ -327,6 +328,7 @@ class InterceptingTensor(WrapperTensor):
         return _required(self.fsdp_hooks).post_all_gather(self, outputs, metadata, param_dtype, out)
 
     @classmethod
+    @compiled_in_callers_only
     def __torch_function__(  # type: ignore[override]
         cls, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
