@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor.arguments import require_float, require_number
-from hybridtensor.linear.function import with_shape
 from hybridtensor.linear.output_gradients import Output, output_of, swiglu_gradients
+from hybridtensor.linear.products import with_shape
 from hybridtensor.linear.readers import Into, Readers, modules_of, readers_of
 from hybridtensor.ops import norm
 from hybridtensor.ops.autograd import Ctx, Function

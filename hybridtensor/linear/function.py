@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.autograd import forward_ad
 
 from hybridtensor.arguments import require_kind, require_tensor, wrong
+from hybridtensor.linear.exported import as_exported, without_gradient
 from hybridtensor.linear.input_operands import input_operand
 from hybridtensor.linear.operands import (
     QUANTIZED,
@@ -26,8 +26,9 @@ from hybridtensor.linear.operands import (
     Operand,
     Weight,
     is_transposed,
+    layer_of,
 )
-from hybridtensor.linear.products import Backward, output, plain_part
+from hybridtensor.linear.products import Backward, output, plain_output, plain_part, with_shape
 from hybridtensor.linear.two_parts import requested_gradients
 from hybridtensor.linear.weight_operands import weight_operand
 from hybridtensor.ops import Groups
@@ -38,20 +39,18 @@ from hybridtensor.ops.order import in_backward, node_of
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context, LayerState, StateTensors
-from hybridtensor.subclasses import HybridTensor, IdentityTensor
+from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.observing import (
     may_hold_values,
     observe_operand,
     observe_product,
     observers,
 )
-from hybridtensor.subclasses.operators.matmul import require_reader, take_face
+from hybridtensor.subclasses.operators.matmul import require_reader
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NOTHING = contextlib.nullcontext()
 _NO_GRADIENTS = Needs(False, False, False)
-# The overload: looking it up in each call would take twice as long as the view
-_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 class _Call(NamedTuple):
@@ -134,7 +133,9 @@ def quantized_linear(
     if input.dtype != dtype and not isinstance(input, QUANTIZED):
         input = input.to(dtype)  # the weight is not cast: one rounding, when it is quantized
     bias = None if bias is None else bias.to(dtype)
-    grad = torch.is_grad_enabled()
+    direct = runs_directly(input)
+    exported = not direct and torch.compiler.is_exporting()
+    grad = torch.is_grad_enabled() and not exported
     if not grad and weight.dim() == 2:
         _require_no_gradient(weight)
     of_bias = bias is not None and bias.requires_grad
@@ -153,13 +154,13 @@ def quantized_linear(
         section=of_weight.section,
         groups=groups,
         values=(may_hold_values(dtype, groups), False),
-        direct=runs_directly(input),
+        direct=direct,
     )
     call = _Call(config, needs, dtype, context, of_weight, cast_from, operand)
     if not training:
-        out, _, w = _forward(input, weight, bias, call)
+        out, _, w = _forward(input, as_exported(weight) if exported else weight, bias, call)
         w.save()  # frees faces that nothing uses again
-        return out
+        return without_gradient(out, cast_from, weight, bias) if exported else out
     return _Linear.apply(input, weight, bias, call)  # type: ignore[no-any-return]
 
 
@@ -215,7 +216,7 @@ def _forward(
         observe_operand(layer, "weight", weight, key)
         observe_product(layer, "output", left, right, dtype)
     if left.format.is_identity and right.format.is_identity and left.groups is None:
-        return _plain_linear(_values(input, dtype), right.qdata, bias, needs), x, w
+        return plain_output(input, right.qdata, bias, dtype, needs), x, w
     out = output(left, right, bias, dtype, call.context.direct)
     shape = (*input.shape[:-1], weight.shape[-2])
     return (out if out.shape == shape else with_shape(out, shape)), x, w
@@ -306,12 +307,6 @@ def _require_high_precision(products: Backward) -> None:
         )
 
 
-def layer_of(state: LayerState | StateTensors | None) -> str:
-    """Return the name of the layer that a state belongs to, for errors."""
-    name = getattr(state, "name", "")
-    return f"layer {name}" if name else "a layer"
-
-
 def _require_node(tensor: Tensor, node: fx.Node | None) -> None:
     """Raise RuntimeError if a graph writes a saved tensor in place in a way that torch does not check."""
     if node is not None and node_of(tensor) not in (node, None):
@@ -319,32 +314,6 @@ def _require_node(tensor: Tensor, node: fx.Node | None) -> None:
             f"linear: a graph writes {list(tensor.shape)} in {tensor.dtype}, which a layer saved for "
             "backward, by an operator of lists or through data; write a copy"
         )
-
-
-def _values(input: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an input whose rowwise face is in high precision, in its own shape."""
-    face = take_face(input, "rowwise", name="input", gemm="output")
-    values = face.dequantize() if isinstance(face, IdentityTensor) else face.detach()
-    return values.to(dtype)
-
-
-def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs) -> Tensor:
-    """Return bitwise what the plain module computes."""
-    # If the weight needs a gradient, ``F.linear`` flattens a strided batch into one product and adds the bias
-    # afterwards. Below autograd, as here, ``F.linear`` cannot see that it needs one.
-    if x.dim() == 2:
-        return F.linear(x, weight, bias)
-    if x.is_contiguous() or not needs.weight:
-        out = F.linear(x, weight, bias)
-        return with_shape(out, out.shape)  # here F.linear returns views
-    out = with_shape(torch.mm(tokens(x), weight.t()), (*x.shape[:-1], weight.shape[0]))
-    return out if bias is None else out + bias
-
-
-def with_shape(out: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Reshape ``out`` without making it a view: views from custom autograd functions cannot be written in place, or
-    have FSDP2's hooks."""
-    return _unsafe_view(out, shape)  # type: ignore[no-any-return]
 
 
 def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype | None) -> None:

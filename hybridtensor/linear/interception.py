@@ -12,6 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from hybridtensor.arguments import require_kind
+from hybridtensor.linear.exported import without_gradient
 from hybridtensor.linear.function import linear
 from hybridtensor.linear.grouped import batched_linear, grouped_linear
 from hybridtensor.linear.operands import Weight
@@ -151,6 +152,11 @@ class _Rows(Function):
         return grad_output
 
 
+def _read(function: type[Function], weight: Weight) -> Tensor:
+    values: Tensor = function.apply(weight)
+    return without_gradient(values, weight) if torch.compiler.is_exporting() else values
+
+
 @HybridTensor.functions.register(F.embedding)
 def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Look up rows of a weight that an embedding shares with a layer."""
@@ -173,7 +179,7 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
             "holds, too; leave the layer with this weight out of quantize_"
         )
     with torch._C.DisableTorchFunctionSubclass():
-        operands["weight"] = _Rows.apply(weight)
+        operands["weight"] = _read(_Rows, weight)
         return F.embedding(**operands)
 
 
@@ -194,7 +200,7 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     if is_weight(left) and is_weight(right):
         for weight in (left, right):
             observe_read(weight, "a product of two weights")
-        return torch.matmul(_Values.apply(left), _Values.apply(right))
+        return torch.matmul(_read(_Values, left), _read(_Values, right))
     if is_weight(right):
         return _times(left, right.transpose(-2, -1))
     require_kind("matmul", "a tensor right of a weight", right, Tensor)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridtensor import ops
-from hybridtensor.linear.function import layer_of
-from hybridtensor.linear.operands import WEIGHTS
+from hybridtensor.linear.operands import WEIGHTS, layer_of
 from hybridtensor.linear.products import Backward
 from hybridtensor.linear.readers import quantized_tensor
 from hybridtensor.linear.two_parts import requested_gradients, will_run

@@ -16,22 +16,28 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor import ops
 from hybridtensor.linear.operands import Needs, Operand, faces_of
 from hybridtensor.ops import Face, after
 from hybridtensor.ops.amaxes import ReturnedAmaxes, commit
+from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context, LayerState, StateTensors
-from hybridtensor.subclasses import HybridTensor
+from hybridtensor.subclasses import HybridTensor, IdentityTensor
 from hybridtensor.subclasses.observing import (
     may_hold_values,
     observe_operand,
     observe_product,
     observers,
 )
+from hybridtensor.subclasses.operators.matmul import take_face
 from hybridtensor.subclasses.wrapper import WrapperTensor
+
+# The overload: looking it up in each call would take twice as long as the view
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 class Gradients(NamedTuple):
@@ -59,6 +65,30 @@ def output(
         y = ht.linear.output(left.rowwise(), right.rowwise(), None, x.dtype, direct=False)
     """
     return ops.product(input, weight, bias=bias, out_dtype=dtype, fast_accum=True, direct=direct)
+
+
+def plain_output(
+    input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, needs: Needs
+) -> Tensor:
+    """Return bitwise what the plain module computes, of rowwise faces in high precision; in the input's own shape."""
+    face = take_face(input, "rowwise", name="input", gemm="output")
+    values = face.dequantize() if isinstance(face, IdentityTensor) else face.detach()
+    x = values.to(dtype)
+    # If the weight needs a gradient, ``F.linear`` flattens a strided batch into one product and adds the bias
+    # afterwards. Below autograd, as here, ``F.linear`` cannot see that it needs one.
+    if x.dim() == 2:
+        return F.linear(x, weight, bias)
+    if x.is_contiguous() or not needs.weight:
+        out = F.linear(x, weight, bias)
+        return with_shape(out, out.shape)  # here F.linear returns views
+    out = with_shape(torch.mm(tokens(x), weight.t()), (*x.shape[:-1], weight.shape[0]))
+    return out if bias is None else out + bias
+
+
+def with_shape(out: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Reshape ``out`` without making it a view: views from custom autograd functions cannot be written in place, or
+    have FSDP2's hooks."""
+    return _unsafe_view(out, shape)  # type: ignore[no-any-return]
 
 
 class Backward(NamedTuple):

@@ -83,7 +83,7 @@ def _register(name: str) -> None:
     lowering.make_fallback(operator, lowering.tag_to_layout_constraint(tag))
     # Through the dispatcher, each weight by itself, a compiled step of Llama 1.2 B with 2,048 tokens took 157 ms, and
     # takes 93 by these (BF16 43 and 41).
-    lower = {MEASURE: _lower_measure, QUANTIZE: _lower_quantize}.get(operator)
+    lower = _LOWER.get(name)
     lowering.register_lowering(operator, type_promotion_kind=None)(
         lower or functools.partial(_lower, operator)
     )
@@ -303,3 +303,11 @@ def _measured_early(node: Node) -> object:
 def _value(node: Node) -> object:
     early = _measured_early(node)
     return V.graph.env[node] if early is None else early
+
+
+_LOWER: dict[str, Callable[..., PyTree]] = {
+    "measure": _lower_measure,
+    "quantize": _lower_quantize,
+    "without_gradient": lambda x, of: x,  # a name for autograd, which ran before Inductor
+}
+"""By operator: its lowering, if it is no call of its implementation."""

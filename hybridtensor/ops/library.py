@@ -82,6 +82,16 @@ def implement(name: str, cuda: Callable[..., object]) -> None:
     _IMPLEMENTATIONS[name]["cuda"] = cuda
 
 
+def implement_autograd(name: str) -> Callable[[F], F]:
+    """Return a decorator that registers what autograd runs for an operator, above the implementations."""
+
+    def add(function: F) -> F:
+        _LIBRARY.impl(name, function, "Autograd")
+        return function
+
+    return add
+
+
 def implementation(name: str, device_type: str) -> Callable[..., Any]:
     """Return the implementation that the dispatcher runs on a device type."""
     known = _IMPLEMENTATIONS[name]

@@ -246,13 +246,14 @@ SAMPLES = {
         "a record": lambda device: (record(device).address, [torch.ones(3, device=device)] * 2, matrix(device)),
         "nowhere": lambda device: (nowhere(torch.device(device)), [torch.ones(3, device=device)], matrix(device)),
     },
+    "without_gradient": {"of two": lambda device: (matrix(device), [matrix(device), matrix(device)])},
     "after": {"bytes": lambda device: (torch.ones(4, 8, dtype=torch.uint8, device=device), matrix(device))},
 }
 
 
 def test_every_operator_has_samples():
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("hybridtensor::"))
-    assert {name.partition("::")[2] for name in names} == set(SAMPLES)
+    assert {name.partition("::")[2] for name in names} - {"no_gradient"} == set(SAMPLES)  # which only raises
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,151 @@
+"""Programs of ``torch.export``: the model's forward bit for bit, and gradients never quietly missing."""
+
+import io
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from experts import Experts, Mixture
+from torch import nn
+from torch.export import Dim
+
+import hybridtensor as ht
+
+X = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+ENDS = torch.tensor([8, 16, 16, 32], dtype=torch.int32)
+RECIPES = ["bf16", "fp8", "fp8_delayed", "mxfp8"]
+REASON = "linear: an exported program holds only the forward of a converted layer; train the model that was exported"
+
+
+class Transposed(nn.Linear):
+    def forward(self, x):
+        return x @ self.weight.t() + self.bias
+
+
+class Part(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight[:64])
+
+
+class Of(nn.Module):
+    """Tokens through a part of a weight that two views were taken of."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 128)
+
+    def forward(self, x):
+        return F.linear(x, self.layer.weight.split(64)[1].t().t())
+
+
+class TwoWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x @ (self.a.weight @ self.b.weight)
+
+
+class Tied(nn.Module):
+    """Reads the weight of its layer in an embedding only."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 64), nn.Linear(64, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.embed(x[:, 0].abs().long())
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64, bias=False))
+
+
+def convert(make, recipe, persistent=False):
+    torch.manual_seed(0)
+    return ht.quantize_(nn.ModuleList([make()]).bfloat16(), recipe, persistent=persistent)[0]
+
+
+MODELS = [mlp, lambda: Transposed(64, 128), lambda: Part(64, 128), Of, Experts, Mixture]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("make", "recipe", "persistent"),
+    [
+        *itertools.product([*MODELS, TwoWeights], RECIPES, [False]),
+        *itertools.product([*MODELS, Tied], RECIPES[1:], [True]),  # the first has no faces
+    ],
+)
+def test_a_program_is_the_model_and_raises_in_backward(make, recipe, persistent, strict):
+    net = convert(make, recipe, persistent)
+    inputs = (X, ENDS) if make is Experts else (X,)
+    program = torch.export.export(net, inputs, strict=strict).module()
+    out = program(*inputs)
+    assert torch.equal(out, net(*inputs))
+    with pytest.raises(NotImplementedError, match=REASON):
+        out.float().sum().backward()
+
+
+def test_an_embedding_by_the_weight_of_a_layer_has_its_gradient():
+    net = convert(Tied, "fp8")
+    for module in (net, torch.export.export(net, (X,)).module()):
+        module(X).sum().backward()
+    assert torch.equal(net.embed.weight.grad, module.embed.weight.grad)
+    assert net.embed.weight.grad.any()
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_input_that_requires_a_gradient_is_enough(recipe, with_gradients):
+    net = convert(mlp, recipe).requires_grad_(False)
+    with torch.set_grad_enabled(with_gradients):
+        program = torch.export.export(net, (X,)).module()
+    assert not program(X).requires_grad
+    x = X.clone().requires_grad_()
+    with torch.no_grad():
+        assert not program(x).requires_grad
+    with torch.inference_mode():
+        assert torch.equal(program(x), net(X))
+    with pytest.raises(NotImplementedError, match=REASON):
+        program(x).sum().backward()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_program_runs_and_raises_in_backward(recipe, backend):
+    net = convert(mlp, recipe)
+    compiled = torch.compile(torch.export.export(net, (X,)).module(), backend=backend)
+    with torch.no_grad():
+        assert torch.equal(compiled(X), net(X))
+    out = compiled(X)
+    assert torch.equal(out, net(X))
+    with pytest.raises(NotImplementedError, match=REASON):
+        out.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning", "ignore:The given buffer:UserWarning")  # torch's own
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+def test_saved_and_decomposed_programs(recipe):
+    net = convert(mlp, recipe)
+    program, file = torch.export.export(net, (X,)), io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    for other in (torch.export.load(file), program.run_decompositions({})):
+        out = other.module()(X)
+        assert torch.equal(out, net(X))
+        with pytest.raises(NotImplementedError, match=REASON):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_block", "mxfp8"])
+def test_any_number_of_tokens(recipe, strict):
+    net = convert(mlp, recipe)
+    shapes = ({0: Dim("tokens", min=2, max=64)},)
+    program = torch.export.export(net, (X,), dynamic_shapes=shapes, strict=strict).module()
+    for tokens in (32, 17):
+        assert torch.equal(program(X[:tokens]), net(X[:tokens]))
