@@ -57,6 +57,16 @@ def test_siblings_quantize_their_input_once(recipe):
     assert graphs.count("forward", QUANTIZE) == of_input + of_weights  # these make rowwise faces of the weights
 
 
+def test_amaxes_that_are_recorded_in_backward_are_not_committed():
+    """In one more launch per layer; only those of weights that FSDP2 gathered wait for a backward."""
+    torch._dynamo.reset()
+    graphs, net = Graphs(), ht.quantize_(nn.Sequential(nn.SiLU(), Siblings()), "fp8_delayed")
+    x = random_tensor(128, 64).requires_grad_()
+    torch.cat(torch.compile(net, fullgraph=True, backend=graphs.backend())(x), dim=1).sum().backward()
+    assert graphs.count("backward", torch.ops.hybridtensor.commit.default) == 0
+    assert all(layer.quantization_state.amax.all() for layer in (net[1].q, net[1].k, net[1].v))
+
+
 @pytest.mark.parametrize("recipe", ["fp8", "fp8_block", "mxfp8", "nvfp4"])
 def test_siblings_without_gradients_quantize_their_input_once(recipe):
     """Where a compiler takes no equal operations for one."""

@@ -44,14 +44,16 @@ def update_kernel(slots, targets, amaxes, REDUCED: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def raise_kernel(address, amaxes, size, BLOCK: tl.constexpr):
-    """Raise a record to amaxes, and as many numbers behind it to 1.
+def raise_kernel(address, amaxes, size, BLOCK: tl.constexpr, HAS_AMAXES: tl.constexpr):
+    """Raise a record to amaxes, if there are any, and as many numbers behind it to 1.
 
     Args:
         address: int64 ``[1]``, the address of the record, fp32 ``[2 * size]``; 0 where nothing is recorded.
-        amaxes: fp32 ``[size]``.
-        size: How many there are.
+        amaxes: fp32 ``[size]``; without, any address.
+        size: How many numbers the record has.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    amax = tl.load(amaxes + i, mask=i < size, other=1.0)
+    amax = (i >= size).to(tl.float32)
+    if HAS_AMAXES:
+        amax = tl.load(amaxes + i, mask=i < size, other=1.0)
     record_amax(address, i, amax, i < 2 * size)

@@ -66,9 +66,11 @@ class Operand:
 
     Attributes:
         amax_record: The tensor that has the faces' amaxes, or None if they are in that of this forward.
+        is_given: Whether it is a weight whose faces came with it: persistent, or gathered by FSDP2.
     """
 
     __slots__ = ("_column", "_kind", "_row", "amax_record")
+    is_given = False
 
     def __init__(
         self,

@@ -229,11 +229,11 @@ class Backward(NamedTuple):
         """Record that the backward of a layer with delayed scales runs; in a graph commit the amaxes of forward, and
         return a tensor that later results must depend on."""
         if isinstance(state.amax, ReturnedAmaxes) and isinstance(state.step_amax, Tensor):
-            plain, amaxes = plain_part(grad), list(graph_amaxes)
-            if not amaxes and any(slot.startswith("weight") for slot in state.slots):
-                # The commit says that a backward ran: if a gather recorded the weight's amax, it counts.
-                amaxes = [plain.new_zeros(len(state.slots), dtype=torch.float32)]
-            return commit(state.step_amax, amaxes, plain) if amaxes else None
+            # It also says that a backward ran: if a gather recorded the weight's amax, it counts.
+            is_gathered = self.weight.is_given and any(s.startswith("weight") for s in state.slots)
+            if not graph_amaxes and not is_gathered:
+                return None
+            return commit(state.step_amax, list(graph_amaxes), plain_part(grad), len(state.slots))
         if isinstance(self.layer, LayerState):
             self.layer.mark_backward(recorded=state.step_amax is not None)
         return None

@@ -186,7 +186,14 @@ class TracedMaster(Operand):
         return required_columnwise(column, "grad_input")
 
 
-class GatheredWeight(Operand):
+class GivenWeight(Operand):
+    """A weight whose faces came with it."""
+
+    __slots__ = ()
+    is_given = True
+
+
+class GatheredWeight(GivenWeight):
     """A weight that FSDP2 gathers again for backward; its storage is freed in between.
 
     ::
@@ -207,7 +214,7 @@ class GatheredWeight(Operand):
         return required_columnwise(column, "grad_input")
 
 
-class RequantizedWeight(Operand):
+class RequantizedWeight(GivenWeight):
     """A persistent weight whose columnwise face backward requantizes from the rowwise one, with random signs (EDEN)."""
 
     __slots__ = ("_after", "_context", "_dtype", "_quantizer")
@@ -266,7 +273,7 @@ def weight_operand(
         return GatheredWeight(weight, row, dtype)
     if needs.input and isinstance(quantizer, HybridQuantizer) and quantizer.draws_from_rowwise:
         return RequantizedWeight(row, quantizer, weight.dtype, of_weight)
-    return Operand(row, column)
+    return GivenWeight(row, column)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -231,47 +231,50 @@ def record_at(record: Tensor | None) -> Tensor | None:
     return _memory(record.device).at(address) if address else None
 
 
-def _commit_reference(address: Tensor, amaxes: list[Tensor], after: Tensor) -> Tensor:
+def _commit_reference(address: Tensor, amaxes: list[Tensor], after: Tensor, size: int) -> Tensor:
     record = record_at(address)
     if record is not None:
         for amax in amaxes:
-            raised = record[: len(amax)]
-            raised.copy_(torch.maximum(raised, amax))
-            record[len(amax) : 2 * len(amax)] = 1.0
+            torch.maximum(record[:size], amax, out=record[:size])
+        record[size : 2 * size] = 1.0
     return address.new_empty(0, dtype=torch.float32)
 
 
-def _commit_on_a_gpu(address: Tensor, amaxes: list[Tensor], after: Tensor) -> Tensor:
+def _commit_on_a_gpu(address: Tensor, amaxes: list[Tensor], after: Tensor, size: int) -> Tensor:
     with on_device(address.device):
         for amax in amaxes:
-            _raise_launch(len(amax))(address, amax.contiguous(), len(amax))
+            _raise_launch(size, True)(address, amax.contiguous(), size)
+        if not amaxes:
+            _raise_launch(size, False)(address, address, size)
     return address.new_empty(0, dtype=torch.float32)
 
 
 @functools.cache
-def _raise_launch(size: int) -> Launch:
+def _raise_launch(size: int, has_amaxes: bool) -> Launch:
     blocks = -(-2 * size // 128)
-    return Launch("delayed", "raise_kernel", blocks, options={"num_warps": 1}, BLOCK=128)
+    constants = {"BLOCK": 128, "HAS_AMAXES": has_amaxes}
+    return Launch("delayed", "raise_kernel", blocks, options={"num_warps": 1}, **constants)
 
 
 # The schema is silent about the write to the record, which is no tensor of the graph: what is returned has no
 # elements, and what follows depends on it.
 _COMMIT = define(
-    "commit(Tensor address, Tensor[] amaxes, Tensor after) -> Tensor",
+    "commit(Tensor address, Tensor[] amaxes, Tensor after, int size) -> Tensor",
     reference=_commit_reference,
-    fake=lambda address, amaxes, after: address.new_empty(0, dtype=torch.float32),
+    fake=lambda address, amaxes, after, size: address.new_empty(0, dtype=torch.float32),
 )
 implement("commit", _commit_on_a_gpu)
 
 
-def commit(address: Tensor, amaxes: list[Tensor], after: Tensor) -> Tensor:
+def commit(address: Tensor, amaxes: list[Tensor], after: Tensor, size: int) -> Tensor:
     """Raise the record at an address to amaxes, mark that a backward ran, and return an empty tensor for what has to
     come after.
 
     Args:
         address: int64 ``[1]``, of a record ``[S]``; 0 drops them.
-        amaxes: fp32 ``[S]`` each.
+        amaxes: fp32 ``[S]`` each, or none.
         after: What is computed before, in backward: a compiler that cuts the graph into forward and backward would
             do in forward what depends on nothing of backward.
+        size: ``S``.
     """
-    return _COMMIT(address, amaxes, after)
+    return _COMMIT(address, amaxes, after, size)

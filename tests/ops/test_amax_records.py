@@ -1,4 +1,4 @@
-"""The memory of amax records: it is used again once a layer is gone, whenever Python's collector finds that out."""
+"""Amax records: memory that is used again once a layer is gone, and what compiled graphs commit to them."""
 
 import functools
 import gc
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridtensor.ops import amaxes
-from hybridtensor.ops.amaxes import AmaxRecord
+from hybridtensor.ops.amaxes import AmaxRecord, commit, nowhere
 
 CPU = torch.device("cpu")
 
@@ -55,3 +55,16 @@ def test_the_collector_runs_while_memory_is_taken(memory, monkeypatch):
     thread.join(timeout=60)
     assert not thread.is_alive()
     assert len(memory._chunks) == 2
+
+
+@pytest.mark.parametrize("amaxes", [[], [[1.0, 0.5, 2.0]], [[1.0, 0.5, 0.0], [0.0, 3.0, 0.25]]])
+def test_a_commit_raises_a_record_and_says_that_a_backward_ran(amaxes, device):
+    record = AmaxRecord(3, torch.device(device))
+    record.total.copy_(torch.tensor([0.75, 0.75, 0.75]))
+    assert not record.used_in_graphs.any()
+    given = [torch.tensor(amax, device=device) for amax in amaxes]
+    commit(record.address, given, torch.ones(1, device=device), 3)
+    assert torch.equal(record.total, torch.stack([torch.full((3,), 0.75, device=device), *given]).amax(0))
+    assert torch.equal(record.used_in_graphs.cpu(), torch.ones(3))
+    assert not record.of_gathers.any()
+    commit(nowhere(torch.device(device)), given, torch.ones(1, device=device), 3)

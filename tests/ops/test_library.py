@@ -243,8 +243,9 @@ SAMPLES = {
         "packed, measured": lambda device: (matrix(device), matrix(device), matrix(device), True, True),
     },
     "commit": {
-        "a record": lambda device: (record(device).address, [torch.ones(3, device=device)] * 2, matrix(device)),
-        "nowhere": lambda device: (nowhere(torch.device(device)), [torch.ones(3, device=device)], matrix(device)),
+        "a record": lambda device: (record(device).address, [torch.ones(3, device=device)] * 2, matrix(device), 3),
+        "no amaxes": lambda device: (record(device).address, [], matrix(device), 3),
+        "nowhere": lambda device: (nowhere(torch.device(device)), [torch.ones(3, device=device)], matrix(device), 3),
     },
     "without_gradient": {"of two": lambda device: (matrix(device), [matrix(device), matrix(device)])},
     "after": {"bytes": lambda device: (torch.ones(4, 8, dtype=torch.uint8, device=device), matrix(device))},
