@@ -24,13 +24,13 @@ from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.selection import coverage, is_left_alone
 from hybridtensor.state.recording import without_recording
 from hybridtensor.state.training import layer_states
-from hybridtensor.subclasses.observing import NO_VALUES, observers
+from hybridtensor.subclasses.observing import NO_VALUES, Observer, observers
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
 
-class _Recorder:
+class _Recorder(Observer):
     """Observer of one run of a model.
 
     Attributes:
@@ -46,9 +46,6 @@ class _Recorder:
         self.operations = 0
         self.inside: list[str] = []
         self._names = {id(module): name for name, module in model.named_modules()}
-
-    def observe_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
-        """See ``Observer.observe_operand``: of no interest here."""
 
     def observe_product(
         self, layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype

@@ -16,7 +16,7 @@ from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.state import LayerState
 from hybridtensor.subclasses import MasterWeight, is_converted
-from hybridtensor.subclasses.observing import observers
+from hybridtensor.subclasses.observing import Observer, observers
 from hybridtensor.subclasses.wrapper import WrapperTensor
 
 _ROLES = {gemm.name: (gemm.left[0], gemm.right[0]) for gemm in GEMMS}
@@ -54,7 +54,7 @@ def _observable(one: Noise) -> nn.Parameter:
     return nn.Parameter(made, requires_grad=plain.requires_grad)
 
 
-class _Told:
+class _Told(Observer):
     """Observer of products with stacks, which are identified by their ``LayerState``."""
 
     def __init__(self, stacks: Mapping[int, Noise], order: Iterator[int]) -> None:
@@ -82,9 +82,6 @@ class _Told:
             one.add(gemm, own)
         if gemm == "grad_weight" or self._now is None:
             self._calls.pop(id(self._now), None)
-
-    def observe_read(self, layer: object, reader: str) -> None:
-        """See ``Observer.observe_read``: of no interest here."""
 
 
 def _by_expert(

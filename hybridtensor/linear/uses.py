@@ -7,7 +7,7 @@ from __future__ import annotations
 import warnings
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from hybridtensor.dtensor import local
@@ -15,7 +15,7 @@ from hybridtensor.linear.operands import WEIGHTS
 from hybridtensor.ops import Face
 from hybridtensor.state import LayerState
 from hybridtensor.state.training import callbacks_of_every_model
-from hybridtensor.subclasses.observing import observers, unmultiplied
+from hybridtensor.subclasses.observing import Observer, observers, unmultiplied
 
 _ADVICE = (
     "multiply by the weight itself (F.linear(x, {weight})), compute the weight in a parametrization, or leave the "
@@ -23,7 +23,7 @@ _ADVICE = (
 )
 
 
-class Uses:
+class Uses(Observer):
     """Observe the first forward of a layer with its own forward: warn if it only reads its weight."""
 
     def __init__(self, layer: nn.Module, state: LayerState) -> None:
@@ -43,9 +43,6 @@ class Uses:
                 f"a plain tensor; {_ADVICE.format(weight='self.weight')}",
                 stacklevel=6,  # past the layer's call
             )
-
-    def observe_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
-        """See ``Observer.observe_operand``."""
 
     def observe_product(
         self, layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,8 @@ from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.state import Context, LayerState
 
 
-class Observer(Protocol):
-    """Interface that is called at each use of a weight."""
+class Observer:
+    """Base class of what is called at each use of a weight; by itself it records nothing."""
 
     def observe_operand(self, layer: object, role: str, values: Tensor, call: object) -> None:
         """Record an operand before quantization; ``layer`` is the layer's state, ``call`` identifies a forward and

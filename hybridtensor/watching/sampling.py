@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridtensor.layers import layers_of
 from hybridtensor.ops import Face
+from hybridtensor.subclasses.observing import Observer
 from hybridtensor.watching.operands import Call, Values
 from hybridtensor.watching.statistics import (
     Part,
@@ -24,7 +25,7 @@ from hybridtensor.watching.sums import GEMMS, OPERANDS, Sums, Watched, watched_l
 _OF_PRODUCT = 256  # entries of each operand
 
 
-class Sampler:
+class Sampler(Observer):
     """Observer of one step: sums of measurements, the order of faces, and unmeasured products with the reason."""
 
     def __init__(self, model: torch.nn.Module, rows: int) -> None:
@@ -81,9 +82,6 @@ class Sampler:
             now.operands.pop("input", None)
         elif gemm == "grad_weight":
             self._calls.pop(id(now.key), None)
-
-    def observe_read(self, layer: object, reader: str) -> None:
-        """See ``Observer.observe_read``: of no interest here."""
 
     # -- measuring
 
