@@ -25,6 +25,7 @@ from hybridtensor.dtensor import local
 from hybridtensor.linear.grouped import first_expert
 from hybridtensor.ops import Face
 from hybridtensor.ops.autograd import Function
+from hybridtensor.ops.face import bytewise
 from hybridtensor.ops.library import autocasts, outside_graphs
 from hybridtensor.ops.scaled_mm import rowwise_values
 from hybridtensor.quantizers import OneFormatQuantizer, Quantizer
@@ -115,7 +116,7 @@ def _moved_face(tensor: Tensor, route: Route, quantizer: Quantizer, *, back: boo
     arrived = []
     for index, one in enumerate(face.tensors()):
         # As bytes: gloo does not send FP8.
-        rows = one.view(torch.uint8) if one.itemsize == 1 else one
+        rows = bytewise(one)
         whole = route.back(rows) if back else route.there(rows)
         if index == 1 and face.format.block[1] is not None:  # scales lie block by block
             whole = whole.t().contiguous().t()

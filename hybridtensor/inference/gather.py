@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from hybridtensor.inference.names import in_bytes
+from hybridtensor.ops.face import bytewise
 
 Block: TypeAlias = tuple[int | None, ...]
 """How many entries of a weight share one of a tensor, along each dimension; None is all of them."""
@@ -210,9 +210,9 @@ def _placed(one: Whole, places: Places, received: Tensor) -> Tensor:
         return received.view(dtype).view(one.shape)
     made = torch.empty_strided(one.shape, one.strides, dtype=dtype, device=received.device)
     for place, sent in zip(parts, received.view(len(parts), -1), strict=True):
-        target = in_bytes(made)
+        target = bytewise(made)
         for dim, (first, extent) in enumerate(zip(*place, strict=True)):
             target = target.narrow(dim, first, extent)
         own = sent[: math.prod(place.shape) * dtype.itemsize].view(dtype)
-        target.copy_(in_bytes(own).view(place.shape))
+        target.copy_(bytewise(own).view(place.shape))
     return made

@@ -15,7 +15,7 @@ from hybridtensor.distributed.checkpoint.ranks import is_sharded
 from hybridtensor.formats import Format
 from hybridtensor.inference.input_scales import stored_inputs
 from hybridtensor.inference.layouts import Packed
-from hybridtensor.inference.names import Names, in_bytes, prefix_of, stacked
+from hybridtensor.inference.names import Names, prefix_of, stacked
 from hybridtensor.inference.stored import (
     columnwise_of_stored,
     has_stack,
@@ -30,6 +30,7 @@ from hybridtensor.inference.writing import Inputs, write
 from hybridtensor.layers import layers_of
 from hybridtensor.ops import Face
 from hybridtensor.ops.dequantize import face_values
+from hybridtensor.ops.face import bytewise
 from hybridtensor.subclasses import HybridTensor, IdentityTensor, QuantizedTensor
 from hybridtensor.subclasses.faces import face_tensor
 from hybridtensor.subclasses.followers import follows_rowwise
@@ -239,7 +240,7 @@ def _stacked_rows(name: str, parts: list[tuple[int, Face]]) -> Face:
         )
     first = faces[0]
     tensors = [
-        torch.cat([in_bytes(one) for one in some]).view(some[0].dtype)
+        torch.cat([bytewise(one) for one in some]).view(some[0].dtype)
         for some in zip(*(face.tensors() for face in faces), strict=True)
     ]
     shared = [first.format.block[0] is None, first.tensor_scale is not None]

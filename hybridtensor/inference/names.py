@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hybridtensor.arguments import require_choice
 from hybridtensor.inference.layouts import Packed
+from hybridtensor.ops.face import bytewise
 
 Named = Iterator[tuple[str, Tensor]]
 
@@ -167,7 +168,7 @@ class Names:
     def _stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if self._revert is None:
             return {name: tensor}
-        found = self._revert(name, in_bytes(tensor))
+        found = self._revert(name, bytewise(tensor))
         return {stored: one.view(tensor.dtype) for stored, one in found.items()}
 
 
@@ -241,11 +242,4 @@ def _split(name: str) -> tuple[str, str]:
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors of one shape and dtype as one."""
-    return torch.stack([in_bytes(tensor) for tensor in tensors]).view(tensors[0].dtype)
-
-
-def in_bytes(tensor: Tensor) -> Tensor:
-    """Return elements of one byte as such: not every operation knows their dtype."""
-    return (
-        tensor.view(torch.uint8) if tensor.itemsize == 1 and tensor.dtype != torch.bool else tensor
-    )
+    return torch.stack([bytewise(tensor) for tensor in tensors]).view(tensors[0].dtype)

@@ -121,6 +121,11 @@ def high_precision(values: Tensor) -> Face:
     return Face(values, None, None, IDENTITY)
 
 
+def bytewise(tensor: Tensor) -> Tensor:
+    """View one-byte dtypes as uint8, because not every operator and backend knows the narrow ones."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
 def columnwise_of(row: Face, dtype: torch.dtype) -> Face:
     """Return the columnwise face that is the dequantized rowwise one."""
     return row._replace(dequantized_rowwise=dtype)

@@ -21,7 +21,7 @@ from hybridtensor.ops.cast.grouped import (
 )
 from hybridtensor.ops.cast.prepared import Faces
 from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest, parse_request
-from hybridtensor.ops.face import Face, FaceKind, Groups, TensorLayout
+from hybridtensor.ops.face import Face, FaceKind, Groups, TensorLayout, bytewise
 from hybridtensor.ops.groups import (
     Group,
     checked,
@@ -164,7 +164,7 @@ def _of_group(request: CastRequest, index: int) -> CastRequest:
 
 def _zeros(layout: TensorLayout, device: torch.device) -> Tensor:
     made = layout.empty(device)
-    (made.view(torch.uint8) if made.itemsize == 1 else made).zero_()
+    bytewise(made).zero_()
     return made
 
 

@@ -18,11 +18,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format
-from hybridtensor.ops.face import Face, Groups, TensorLayout, face_layouts
+from hybridtensor.ops.face import Face, Groups, TensorLayout, bytewise, face_layouts
 
 
 class Group(NamedTuple):
@@ -186,7 +185,7 @@ def matrix_of(face: Face, index: int) -> Face:
 def put_matrix(out: Sequence[Tensor], face: Face, index: int) -> None:
     """Write one matrix's face into its stack's."""
     for whole, tensor in zip(out, face.tensors(), strict=True):
-        _bytes(whole[index]).copy_(_bytes(tensor))
+        bytewise(whole[index]).copy_(bytewise(tensor))
 
 
 def put_rows(out: Sequence[Tensor], face: Face, group: Group, *, spanning: bool = True) -> None:
@@ -209,9 +208,4 @@ def _put(out: Sequence[Tensor], target: Face, face: Face, axis: int | None) -> N
     levels = (1, 1), face.format.block, face.format.tensor_block or (1, 1)
     for tensor, values, level in zip(target.tensors(), face.tensors(), levels, strict=False):
         if axis is None or level[axis] is not None:
-            _bytes(tensor).copy_(_bytes(values))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """View a tensor as bytes, because not every narrow dtype can be copied."""
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+            bytewise(tensor).copy_(bytewise(values))

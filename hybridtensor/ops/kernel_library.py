@@ -12,6 +12,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from hybridtensor.ops.face import bytewise
+
 ALIGNMENT = 16  # bytes: kernels are compiled for addresses that are multiples
 
 
@@ -61,7 +63,7 @@ class Launch:
         self._options = {name: value for name, value in options.items() if value is not None}
         self._values = tuple(constants.values())
         self._run: Callable[..., None] | None = None  # once it is compiled
-        self.take: Callable[[torch.Tensor], torch.Tensor | int] = _in_known_dtype
+        self.take: Callable[[torch.Tensor], torch.Tensor | int] = bytewise
 
     @property
     def is_compiled(self) -> bool:
@@ -93,11 +95,6 @@ class Launch:
         # Private in torch, and what Triton's launcher asks, too: no Stream object is made.
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         run(self._programs, 1, 1, stream, *self._fixed, *taken, *self._values)
-
-
-def _in_known_dtype(tensor: torch.Tensor) -> torch.Tensor:
-    """View narrow dtypes as bytes."""
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
 def lasting(make: Callable[[], Tensor], device: torch.device) -> Tensor:

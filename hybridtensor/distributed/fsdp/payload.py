@@ -27,7 +27,7 @@ from hybridtensor.distributed.fsdp.stack_plan import stack_pieces
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.distributed.fsdp.torch_compat import alloc_storage, free_storage
 from hybridtensor.ops import CastInputs, Face, PreparedCast, PreparedList
-from hybridtensor.ops.face import face_layouts
+from hybridtensor.ops.face import bytewise, face_layouts
 from hybridtensor.ops.groups import stack_layouts
 
 # Kernels are compiled for addresses that are multiples of 16 bytes, on which Triton specializes.
@@ -270,8 +270,3 @@ def by_expert(tensor: Tensor) -> Tensor:
     """Return a tensor of a stack's face as it lies in memory, one row per expert."""
     count, elements = tensor.shape[0], math.prod(tensor.shape[1:])
     return tensor.as_strided((count, elements), (elements, 1))
-
-
-def bytewise(tensor: Tensor) -> Tensor:
-    """View one-byte dtypes as uint8, because not every backend copies FP8."""
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor

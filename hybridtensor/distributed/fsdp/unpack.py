@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtensor.distributed.fsdp.payload import by_expert, bytewise
+from hybridtensor.distributed.fsdp.payload import by_expert
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Piece, Plan
+from hybridtensor.ops.face import bytewise
 from hybridtensor.ops.transpose import prepare_transpose
 
 _WORD = torch.int64

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridtensor.distributed.fsdp.plan import ROW
 from hybridtensor.ops import Face
+from hybridtensor.ops.face import bytewise
 
 c10d = torch.ops._c10d_functional
 
@@ -91,7 +92,7 @@ class SequenceLayout:
 
     def _in_order(self, gathered: Tensor, axis: int, batch: int) -> Tensor:
         """Return ``[R * a, b]`` with the ranks' tokens along ``axis`` in the order of the sequence."""
-        gathered = gathered.view(torch.uint8) if gathered.itemsize == 1 else gathered
+        gathered = bytewise(gathered)
         ranks, a, b = self.num_ranks, gathered.shape[0] // self.num_ranks, gathered.shape[1]
         if axis == 0:
             split = gathered.view(ranks, batch, a // batch, b)

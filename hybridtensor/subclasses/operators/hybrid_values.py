@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from hybridtensor.ops.face import bytewise
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor
 from hybridtensor.subclasses.observing import observe_read
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads, written_by
@@ -130,14 +131,13 @@ def _wait(work: torch.ScriptObject) -> None:
 
 def _sendable(tensor: Tensor) -> Tensor:
     """Return a contiguous copy for collectives, as bytes where backends lack FP8."""
-    own = tensor if tensor.itemsize > 1 else tensor.view(torch.uint8)
     # NCCL takes no strided tensors, as scales of blocks are, which lie block by block.
-    return own.clone(memory_format=torch.contiguous_format)
+    return bytewise(tensor).clone(memory_format=torch.contiguous_format)
 
 
 def _receive(tensor: Tensor, sent: Tensor) -> bool:
     """Copy a received ``_sendable`` tensor back; return whether it differs."""
-    own = tensor if tensor.itemsize > 1 else tensor.view(torch.uint8)
+    own = bytewise(tensor)
     changed = not torch.equal(own, sent)
     own.copy_(sent)
     return changed
