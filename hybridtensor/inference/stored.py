@@ -14,8 +14,9 @@ from hybridtensor import formats
 from hybridtensor.arguments import shown
 from hybridtensor.formats import Format
 from hybridtensor.inference.layouts import Packed
-from hybridtensor.ops import Face, transpose
+from hybridtensor.ops import Face
 from hybridtensor.ops.dequantize import face_values
+from hybridtensor.ops.transpose import transposed
 from hybridtensor.quantizers import HybridQuantizer, Quantizer
 from hybridtensor.quantizers.base import one_face
 from hybridtensor.state import Context
@@ -370,19 +371,6 @@ def columnwise_of_stored(
         if quantizer.derives_columnwise:
             return quantizer.of_rowwise(row, dtype, context)
     elif row.format.is_square and row.scale is not None:
-        return _transposed(row)
+        return transposed(row)
     values = face_values(row, torch.float32)
     return one_face(quantizer, values, "columnwise", dtype, context)
-
-
-def _transposed(row: Face) -> Face:
-    """Return the columnwise face of a rowwise one with square blocks."""
-    if row.scale is None:
-        raise ValueError(f"columnwise_of_stored: a quantized face is required, got {row.format}")
-    codes, per_byte = row.qdata.view(torch.uint8), row.format.elements_per_byte
-    turned = codes.new_empty(codes.shape[1] * per_byte, codes.shape[0] // per_byte)
-    transpose(codes[None], row=None, column=turned, bits=8 // per_byte)
-    scale = row.scale.view(torch.uint8) if row.scale.itemsize == 1 else row.scale
-    return row._replace(
-        qdata=turned.view(row.qdata.dtype), scale=scale.t().contiguous().view(row.scale.dtype)
-    )

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybridtensor.ops.face import Face, bytewise
 from hybridtensor.ops.kernel_library import Launch, on_device
-from hybridtensor.ops.library import define, implement, runs_directly
+from hybridtensor.ops.library import define, implement, is_traced, runs_directly
 from hybridtensor.ops.references.nvfp4 import pack, unpack
 
 
@@ -178,6 +179,20 @@ def prepare_transpose(
         launch()
 
     return run
+
+
+def transposed(row: Face) -> Face:
+    """Return the columnwise face of a rowwise one with square blocks: the same elements, transposed."""
+    elements, per_byte = bytewise(row.qdata), row.format.elements_per_byte
+    if per_byte == 1 and is_traced():
+        column = elements.t().contiguous()
+    else:
+        column = elements.new_empty(elements.shape[1] * per_byte, elements.shape[0] // per_byte)
+        transpose(elements[None], column=column, bits=8 // per_byte)
+    scale = row.scale
+    if scale is not None:
+        scale = bytewise(scale).t().contiguous().view(scale.dtype)
+    return row._replace(qdata=column.view(row.qdata.dtype), scale=scale)
 
 
 def _is_direct(parts: Tensor) -> bool:

@@ -75,6 +75,20 @@ def test_bitwise_what_torch_gathers(two, recipe):
     two.run(like_torchs, [recipe], SHAPES, False)
 
 
+SQUARES = {
+    "nvfp4": ht.NVFP4Quantizer(two_d=True),
+    "mxfp4": ht.MXFP4Quantizer(two_d=True),
+    "mxfp8": ht.MXFP8Quantizer(two_d=True),
+}
+
+
+@pytest.mark.parametrize("word", SQUARES)
+def test_inputs_of_square_blocks_are_transposed(two, word):
+    square = SQUARES[word]
+    config = ht.HybridConfig(input=square, weight=square, grad_output=ht.IdentityQuantizer())
+    two.run(like_torchs, [config], SHAPES, False)
+
+
 def test_with_a_bias(two):
     two.run(like_torchs, ["mxfp8", "fp8"], SHAPES[:1], True)
 

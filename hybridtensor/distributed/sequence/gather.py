@@ -18,7 +18,7 @@ from hybridtensor.distributed.sequence.plan import SequencePlan
 from hybridtensor.formats import FP8_E4M3_ROW, FP8_E4M3_TENSOR
 from hybridtensor.ops import Cast, CastRequest, Face, columnwise_of
 from hybridtensor.ops.autograd import Function
-from hybridtensor.ops.library import is_traced
+from hybridtensor.ops.transpose import transposed
 from hybridtensor.quantizers import HybridQuantizer, Quantizer, tokens
 from hybridtensor.state import Context
 from hybridtensor.subclasses import HybridTensor
@@ -102,19 +102,6 @@ class SequenceGather(NamedTuple):
         # alternate.
         before = 0 if state is None else state.rank * self.layout.num_ranks
         return (before + self.rank) * rows
-
-
-def transposed(row: Face) -> Face:
-    """Return the columnwise face whose bytes are those of a rowwise one with square blocks."""
-    rows, width = row.qdata.shape
-    of_bytes = row.qdata.view(torch.uint8)
-    if is_traced():
-        column = of_bytes.t().contiguous()
-    else:
-        column = torch.empty(width, rows, dtype=torch.uint8, device=row.qdata.device)
-        ops.transpose(of_bytes[None], row=None, column=column, bits=8)
-    scale = None if row.scale is None else row.scale.t().contiguous()
-    return Face(column.view(row.qdata.dtype), scale, None, row.format)
 
 
 class _Ctx(FunctionCtx):
