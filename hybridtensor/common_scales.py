@@ -6,15 +6,15 @@ import re
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import nn
 
 from hybridtensor.arguments import require_items, require_text
 from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.layers import Layer
 from hybridtensor.linear.layer_forward import recipe_of
+from hybridtensor.masters import high_precision_values
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.selection import Plan
-from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.common_scale import CommonScale, measures_tensor
 
 Siblings: TypeAlias = Iterable[str]
@@ -161,20 +161,10 @@ def measure_common_scales(scales: dict[nn.Module, CommonScale], plan: Plan) -> N
     for scale in dict.fromkeys(scales.values()):
         modules = [module for module in scale.modules if module in configs]
         if modules and measures_tensor(configs[modules[0]].weight):
-            scale.measure(
-                [weight_values(configs[m], values_of(m)) for m in modules if m is not None]
-            )
+            parts = [(configs[m], local_part(m)) for m in modules if m is not None]
+            scale.measure([weight_values(of, high_precision_values(part)) for of, part in parts])
 
 
 def local_part(module: nn.Module) -> Any:
     """Return the weight of a linear layer, or its local shard."""
     return part_of(module.weight)  # type: ignore[arg-type]
-
-
-def values_of(module: nn.Module) -> Tensor:
-    """Return the highest-precision values available of a linear layer's weight: the master, or the weight."""
-    part = local_part(module)
-    if isinstance(part, HybridTensor):
-        current = part.high_precision.current
-        return part.dequantize() if current is None else current
-    return part.plain if isinstance(part, MasterWeight) else part.detach()

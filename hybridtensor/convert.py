@@ -24,7 +24,6 @@ from hybridtensor.common_scales import (
     forget_common_scales,
     local_part,
     measure_common_scales,
-    values_of,
 )
 from hybridtensor.distributed.checkpoint.undo import Undo, of_parts
 from hybridtensor.distributed.fsdp.hooks import part_of, remake_, reshard, sharded_as
@@ -38,6 +37,7 @@ from hybridtensor.linear.operands import Weight
 from hybridtensor.linear.sharing import share_between_layers_of
 from hybridtensor.linear.tensor_parallel import section_of
 from hybridtensor.linear.weight_buckets import bucket_weights
+from hybridtensor.masters import high_precision_values
 from hybridtensor.optim import watch_plain_optimizers
 from hybridtensor.ranks import patience, require_alike
 from hybridtensor.recipes.config import HybridConfig
@@ -175,8 +175,9 @@ def _convert_all(
     """Convert the layers of a plan; ``undo`` collects functions that revert what ``all_or_nothing`` does not."""
     changed = dict.fromkeys([*scales, *others])
     # Read before anything changes; requantized at the end, once the layers have their new common scales.
-    converted = {m: values_of(m) for m in changed if isinstance(local_part(m), HybridTensor)}
-    undo += of_parts(map(local_part, converted))
+    parts = {m: part for m in changed if isinstance(part := local_part(m), HybridTensor)}
+    converted = {module: high_precision_values(part) for module, part in parts.items()}
+    undo += of_parts(parts.values())
     if persistent:
         measure_common_scales(scales, [step for step in plan if step[0].module not in converted])
     for layer, config in plan:
@@ -363,13 +364,12 @@ def _attach_state(layer: Layer, config: HybridConfig) -> LayerState:
 
 
 def _requantize(weight: HybridTensor, config: HybridConfig) -> None:
-    current = weight.high_precision.current
-    values = weight.dequantize() if current is None else current
+    values, known = high_precision_values(weight), weight.record.values
     if not remake_(weight, values, config):
         made = quantize_weight(config, values, weight.context, weight.layer, weight.dtype)
         weight.rowwise, weight.columnwise, weight.config = made.rowwise, made.columnwise, config
     # Existing aliases keep the former faces
-    weight.record = weight.record.with_values(weight.high_precision.moved())
+    weight.record = weight.record.with_values(None if known is None else known.moved())
     weight.high_precision.mark_quantized(values)
 
 

@@ -1,4 +1,4 @@
-"""Persistent parameters and their fp32 masters."""
+"""The values of weights in high precision, and the fp32 masters of persistent parameters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hybridtensor.dtensor import local
-from hybridtensor.subclasses import HybridTensor
+from hybridtensor.subclasses import HybridTensor, MasterWeight
+
+
+def high_precision_values(weight: Tensor) -> Tensor:
+    """Return the highest-precision values available of a weight, or of its local shard, as a plain tensor."""
+    if isinstance(weight, MasterWeight):
+        return weight.plain.detach()
+    known = weight.known_values if isinstance(weight, HybridTensor) else weight
+    return (weight.dequantize() if known is None else known).detach()
 
 
 def follows_from_master(parameter: Tensor) -> bool:
@@ -26,10 +34,11 @@ def persistent_part(parameter: Tensor) -> HybridTensor:
     return part
 
 
-def values_of(part: HybridTensor) -> Tensor:
-    """Return the high-precision values of a persistent parameter, or its dequantized ones without a master."""
-    values = part.high_precision.current
-    return (part.dequantize() if values is None else values).detach()
+def set_master(parameter: Tensor, master: Tensor, *, follows: bool, loaded: bool = False) -> None:
+    """Let ``master`` hold the values of a persistent parameter; see ``HighPrecisionValues.set_master``."""
+    part = persistent_part(parameter)
+    part.record.values = part.high_precision
+    part.record.values.set_master(local(master), follows=follows, loaded=loaded)
 
 
 def sharded_like(parameter: Tensor, part: Tensor) -> Tensor:

@@ -16,7 +16,13 @@ from torch.optim.optimizer import ParamsT, StateDict, register_optimizer_step_po
 
 from hybridtensor.arguments import require_function, require_items, require_kind, wrong
 from hybridtensor.dtensor import local
-from hybridtensor.masters import follows_from_master, persistent_part, sharded_like, values_of
+from hybridtensor.masters import (
+    follows_from_master,
+    high_precision_values,
+    persistent_part,
+    set_master,
+    sharded_like,
+)
 from hybridtensor.ops.library import is_traced
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.high_precision import values_in
@@ -94,9 +100,9 @@ class MasterWeights(torch.optim.Optimizer):
         part = local(parameter)
         if not isinstance(part, HybridTensor):
             return parameter
-        values = sharded_like(parameter, values_of(part).to(torch.float32, copy=True))
+        values = sharded_like(parameter, high_precision_values(part).to(torch.float32, copy=True))
         master = nn.Parameter(values, requires_grad=parameter.requires_grad)
-        part.high_precision.set_master(local(master), follows=part.high_precision.follows)
+        set_master(parameter, master, follows=part.high_precision.follows)
         self._pairs.append((parameter, master))
         return master
 
@@ -139,7 +145,7 @@ class MasterWeights(torch.optim.Optimizer):
     def __setstate__(self, state: StateDict) -> None:
         super().__setstate__(state)
         for parameter, master in self._pairs:
-            persistent_part(parameter).high_precision.set_master(local(master), follows=False)
+            set_master(parameter, master, follows=False)
 
     def masters(self) -> dict[Tensor, Tensor]:
         """Return the fp32 master of each persistent parameter."""
@@ -216,14 +222,14 @@ class MasterWeights(torch.optim.Optimizer):
                 before.keep_values()
         for part, own in replaced:
             if not part.high_precision.was_of(own):
-                own.copy_(values_of(part))
-            part.high_precision.set_master(own, follows=part.high_precision.follows)
+                own.copy_(high_precision_values(part))
+            set_master(part, own, follows=part.high_precision.follows)
 
     def _write_back(self, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
         """Quantize masters into their parameters, all at once, because ranks exchange scales."""
         refresh_all_([(persistent_part(p), local(master.detach())) for p, master in pairs])
         for parameter, master in pairs:
-            persistent_part(parameter).high_precision.set_master(local(master), follows=True)
+            set_master(parameter, master, follows=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with masters where they are persistent."""
@@ -300,8 +306,7 @@ class MasterWeights(torch.optim.Optimizer):
                 [(parameter, master) for parameter, master, _, follows in found if follows]
             )
         for parameter, master, _, follows in found:
-            part = persistent_part(parameter)
-            part.high_precision.set_master(local(master), follows=bool(follows), loaded=True)
+            set_master(parameter, master, follows=bool(follows), loaded=True)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

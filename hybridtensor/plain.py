@@ -13,9 +13,10 @@ from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.distributed.fsdp.torch_compat import all_params
 from hybridtensor.dtensor import local, with_local
 from hybridtensor.linear import layer_forward, sharing
+from hybridtensor.masters import high_precision_values
 from hybridtensor.state import LayerState, weight_of_state
 from hybridtensor.state_dicts import drop_hooks
-from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
+from hybridtensor.subclasses import is_converted
 from hybridtensor.swap import drop_apply, swap_all
 
 
@@ -105,16 +106,6 @@ def _plain(value: object) -> object:
     if not isinstance(value, Tensor) or not is_converted(local(value)):
         return value
     return placed_as(value, high_precision_values(local(value)).to(value.dtype))
-
-
-def high_precision_values(weight: Tensor) -> Tensor:
-    """Return the highest-precision values available of a weight, or of its local shard, as a plain tensor."""
-    if isinstance(weight, MasterWeight):
-        return weight.plain.detach()
-    if not isinstance(weight, HybridTensor):
-        return weight.detach()
-    known = None if weight.record.values is None else weight.high_precision.current
-    return weight.dequantize() if known is None else weight.taken(known).detach()
 
 
 def _forget(module: nn.Module) -> None:

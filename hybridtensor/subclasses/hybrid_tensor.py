@@ -121,18 +121,19 @@ class HybridTensor(InterceptingTensor):
 
     @property
     def high_precision(self) -> HighPrecisionValues:
-        """High-precision values of the weight, which its aliases and views share."""
-        if self.record.values is None:
-            self.record.values = HighPrecisionValues()
-        return self.record.values
+        """High-precision values of the weight, which its aliases and views share; empty if there never were any."""
+        return HighPrecisionValues() if self.record.values is None else self.record.values
+
+    @property
+    def known_values(self) -> Tensor | None:
+        """High-precision values of this weight or view, maybe aliased; or None."""
+        current = self.high_precision.current
+        return None if current is None else self.taken(current)
 
     @property
     def original(self) -> Tensor | None:
         """High-precision value that a trainable weight was made from, until an optimizer takes it; or None."""
-        if self.taken is whole:
-            return self.high_precision.original
-        current = self.high_precision.current
-        return None if current is None else self.taken(current)
+        return self.high_precision.original if self.taken is whole else self.known_values
 
     @property
     def is_gathered(self) -> bool:

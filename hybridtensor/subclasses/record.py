@@ -125,7 +125,7 @@ class WeightRecord:
         self.amaxes: Tensor | ReturnedAmaxes | None = None
         self._holders: dict[int, _Holder] = {}
 
-    def with_values(self, values: HighPrecisionValues) -> WeightRecord:
+    def with_values(self, values: HighPrecisionValues | None) -> WeightRecord:
         """Return a record of the same weight with other values, not shared with existing aliases."""
         made = WeightRecord(self.layer)
         made.values, made.shard, made.gathered = values, self.shard, self.gathered

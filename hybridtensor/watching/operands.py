@@ -190,5 +190,5 @@ def _values(weight: Any) -> Tensor | None:
     if isinstance(weight, MasterWeight):
         values: Tensor = weight.source.detach()
         return values
-    known = weight.high_precision.current if weight.record.values is not None else None
-    return None if known is None else weight.taken(known)
+    known: Tensor | None = weight.known_values
+    return known

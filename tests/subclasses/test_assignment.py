@@ -228,6 +228,23 @@ def test_a_frozen_persistent_weight_changes_by_what_its_faces_hold(name):
     assert torch.equal(frozen.weight.columnwise.dequantize(), again.weight.columnwise.dequantize())
 
 
+USES = {
+    "original": lambda model, _: model[0].weight.original,
+    "set_config_": lambda model, _: ht.set_config_(model, "mxfp8"),
+    "export_safetensors": lambda model, folder: ht.export_safetensors(model, folder / "model.safetensors"),
+    "load_state_dict": lambda model, _: model.load_state_dict(model.state_dict()),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_reading_a_frozen_persistent_weight_does_not_depend_on_what_came_before(use, tmp_path):
+    model = nn.Sequential(nn.Linear(128, 128)).requires_grad_(False)
+    ht.quantize_(model, "fp8", filter_fn=lambda *_: True, persistent=True)
+    USES[use](model, tmp_path)
+    weight = model[0].weight
+    assert torch.equal(weight.data.sum(0), weight.dequantize().sum(0))
+
+
 @pytest.mark.parametrize("name", UPDATES)
 def test_a_trainable_persistent_weight_changes_by_its_values(name):
     """Many changes that are below the resolution of the faces add up."""

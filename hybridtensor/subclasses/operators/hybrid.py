@@ -140,8 +140,8 @@ def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
             if getattr(dst, name) is not None:
                 getattr(dst, name).copy_(getattr(src, name), non_blocking=non_blocking)
         mark_overwritten(dst)
-        current = None if src.record.values is None else src.high_precision.current
-        known = None if current is None else (src.taken(current), src.high_precision.follows)
+        values = src.known_values
+        known = None if values is None else (values, src.high_precision.follows)
         dst.high_precision.mark_copied(src.dequantize, dst.taken, known=known, unchanged=unchanged)
         return dst
     values = src.dequantize() if isinstance(src, WrapperTensor) else src
@@ -185,19 +185,13 @@ def _set_data(func: Func, args: Args, kwargs: Kwargs) -> None:
     if not isinstance(value, HybridTensor):
         take_values_(weight, value, values)
     elif value.record is not weight.record:
-        known = known_values(value)
+        known = value.known_values
         take_values_(weight, value, values if known is None else known)
-
-
-def known_values(weight: HybridTensor) -> Tensor | None:
-    """Return a weight's high-precision values, maybe aliased; or None."""
-    current = None if weight.record.values is None else weight.high_precision.current
-    return None if current is None else weight.taken(current)
 
 
 def present_values(weight: HybridTensor, who: str) -> Tensor:
     """Copy the highest-precision values available of a weight that is about to change."""
-    known = known_values(weight)
+    known = weight.known_values
     if known is not None:
         return known.clone()
     if weight.is_gathered:
@@ -206,7 +200,7 @@ def present_values(weight: HybridTensor, who: str) -> Tensor:
             f"HybridTensor: {who} of {name and f'{name}, '}a weight that FSDP2 gathered, which has quantized faces "
             "only, and is dropped at the next reshard; call reshard() before it is written"
         )
-    if weight.requires_grad or (weight.record.values is not None and weight.high_precision.is_lost):
+    if weight.requires_grad or weight.high_precision.is_lost:
         raise NotImplementedError(
             f"HybridTensor: {who} of a trainable weight needs its values in high precision, got "
             "faces only, in which small changes are lost; step it through "

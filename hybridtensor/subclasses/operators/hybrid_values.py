@@ -13,7 +13,7 @@ from hybridtensor.subclasses.hybrid_tensor import HybridTensor
 from hybridtensor.subclasses.observing import observe_read
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads, written_by
 from hybridtensor.subclasses.operators.common import FUNCTIONAL
-from hybridtensor.subclasses.operators.hybrid import known_values, present_values, requantize_
+from hybridtensor.subclasses.operators.hybrid import present_values, requantize_
 from hybridtensor.subclasses.operators.reads import READS, WRITES
 from hybridtensor.subclasses.quantizing import mark_overwritten
 from hybridtensor.subclasses.structure import flatten
@@ -81,7 +81,7 @@ def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
         if item.requires_grad or isinstance(item, torch.nn.Parameter) or item.is_gathered:
             _refuse_values(item, func)
         observe_read(item, func)
-        known = known_values(item)
+        known = item.known_values
         if known is not None:
             return known.to(item.dtype)
         if item.record.values is not None:
@@ -105,7 +105,7 @@ def _gather(func: Func, args: Args, kwargs: Kwargs) -> object:
         if not isinstance(item, HybridTensor):
             return item
         observe_read(item, func)
-        known = known_values(item)
+        known = item.known_values
         return (item.dequantize() if known is None else known.to(item.dtype)).contiguous()
 
     return func(*map(values, args), **kwargs)
