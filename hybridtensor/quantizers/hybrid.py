@@ -208,3 +208,17 @@ def of_direction(quantizer: Quantizer, direction: str) -> Quantizer:
     if not isinstance(quantizer, HybridQuantizer):
         return quantizer
     return quantizer.rowwise if direction == "rowwise" else quantizer.columnwise
+
+
+def by_direction(quantizer: Quantizer) -> tuple[Quantizer, Quantizer, bool]:
+    """Return the quantizers of both faces, and whether the columnwise one is requantized from the rowwise data."""
+    row, column = (of_direction(quantizer, direction) for direction in ("rowwise", "columnwise"))
+    return row, column, quantizer.derives_columnwise
+
+
+def is_its_transpose(quantizer: Quantizer) -> bool:
+    """Return whether the columnwise face is the transpose of the rowwise one."""
+    row, column, of_rowwise = by_direction(quantizer)
+    # Stochastic rounding draws for each face by itself.
+    alike = row == column and not of_rowwise and not quantizer.stochastic
+    return alike and quantizer.rowwise_format.is_square

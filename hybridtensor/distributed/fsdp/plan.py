@@ -27,12 +27,12 @@ import torch
 
 from hybridtensor.formats import Format
 from hybridtensor.quantizers import (
-    HybridQuantizer,
     IdentityQuantizer,
     NVFP4Quantizer,
     OneFormatQuantizer,
     Quantizer,
 )
+from hybridtensor.quantizers.hybrid import by_direction, is_its_transpose
 from hybridtensor.recipes.config import HybridConfig
 
 ROW, COLUMN = "rowwise", "columnwise"
@@ -222,24 +222,8 @@ def make_plan(
             column = FacePlan(ROW, column.format)
     if "blocks" in (row.reduce, column.reduce):
         row, column = _one_exchange(row, column)
-    square = isinstance(quantizer, OneFormatQuantizer) or row_quantizer == column_quantizer
-    # Stochastic rounding draws for each face by itself, so that one is not the transpose of the
-    # other.
-    transposed = (
-        square and not of_rowwise and row.format.is_square and not quantizer.stochastic
-    ) or (row.kind == column.kind == "values")
+    transposed = is_its_transpose(quantizer) or row.kind == column.kind == "values"
     return Plan(row, column, transposed, num_ranks, rows, columns, whole, of_rowwise, bool(reader))
-
-
-def by_direction(quantizer: Quantizer) -> tuple[Quantizer, Quantizer, bool]:
-    """Return the quantizers of both faces, and whether the columnwise one is requantized from the rowwise data."""
-    if isinstance(quantizer, HybridQuantizer):
-        return (
-            quantizer.rowwise,
-            quantizer.columnwise,
-            quantizer.columnwise_source == "rowwise_dequantized",
-        )
-    return quantizer, quantizer, False
 
 
 def face_plan(quantizer: Quantizer, direction: str, rows: int, num_ranks: int) -> FacePlan:

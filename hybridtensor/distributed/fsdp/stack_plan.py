@@ -10,12 +10,12 @@ from hybridtensor.distributed.fsdp.plan import (
     ROW,
     Piece,
     Plan,
-    by_direction,
     face_plan,
     of_rowwise_plan,
 )
 from hybridtensor.formats import Format
 from hybridtensor.ops.groups import stack_layouts
+from hybridtensor.quantizers.hybrid import by_direction
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 

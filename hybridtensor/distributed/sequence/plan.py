@@ -6,8 +6,9 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
-from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, FacePlan, by_direction, face_plan
-from hybridtensor.quantizers import IdentityQuantizer, OneFormatQuantizer, Quantizer
+from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, FacePlan, face_plan
+from hybridtensor.quantizers import IdentityQuantizer, Quantizer
+from hybridtensor.quantizers.hybrid import by_direction, is_its_transpose
 from hybridtensor.recipes.config import HybridConfig
 
 
@@ -52,8 +53,7 @@ def _sequence_plan(quantizer: Quantizer, tokens: int, num_ranks: int) -> Sequenc
     row_reduces = row.reduce == "tensor"
     if of_rowwise:
         return SequencePlan("rowwise", row.reduce, row_reduces)
-    alike = isinstance(quantizer, OneFormatQuantizer) or row_quantizer == column_quantizer
-    if alike and row.format.is_square and not quantizer.stochastic:
+    if is_its_transpose(quantizer):
         return SequencePlan("transposed", row.reduce, row_reduces)
     if isinstance(column_quantizer, IdentityQuantizer):
         why = "the columnwise face is in high precision"
