@@ -10,7 +10,6 @@ from torchao.float8.config import ScalingGranularity, ScalingType
 
 import hybridtensor as ht
 from hybridtensor.recipes.spec import GEMMS, Faces
-from hybridtensor.state import ROLES
 
 PAGE = (Path(__file__).parent.parent / "docs" / "migrating.md").read_text()
 TABLES = {
@@ -43,7 +42,7 @@ def spec_of(recipe):
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_recipes_of_torchao_have_these_formats(recipe):
     theirs, config = Float8LinearConfig.from_recipe_name(recipe), ht.HybridConfig.parse(spec_of(recipe))
-    faces = Faces.of_roles({role: getattr(config, role) for role in ROLES}).quantizers
+    faces = Faces.of_config(config).quantizers
     for gemm in GEMMS:
         for name, fmt, operand in zip(OPERANDS[gemm.name], config.formats(gemm), gemm[1:], strict=True):
             cast = getattr(theirs, f"cast_config_{name}")

@@ -10,7 +10,7 @@ from hybridtensor.state import ROLES
 
 def check(config: HybridConfig) -> None:
     """Raise NotImplementedError if TransformerEngine cannot do what a config says."""
-    faces = Faces.of_roles({role: getattr(config, role) for role in ROLES})
+    faces = Faces.of_config(config)
     hybrids = {role for role in ROLES if isinstance(getattr(config, role), ours.HybridQuantizer)}
     for (role, direction), face in faces.quantizers.items():
         _check_face(face, role, direction, in_hybrid=role in hybrids)

@@ -189,7 +189,7 @@ class HybridConfig(AOBaseConfig):
         """Reject operands rotated under different signs, which would not cancel."""
         if not self.formats(gemm)[0].drawn_signs:
             return
-        faces = Faces.of_roles({role: getattr(self, role) for role in ROLES}).quantizers
+        faces = Faces.of_config(self).quantizers
         seeds = [getattr(faces[operand], "seed", None) for operand in gemm[1:]]
         if seeds[0] != seeds[1]:
             operands = " by ".join(f"{role}.{direction}" for role, direction in gemm[1:])
@@ -389,9 +389,8 @@ def _columnwise_repeatable(quantizer: Quantizer) -> bool:
 @functools.lru_cache(maxsize=256)
 def _spec_of(config: HybridConfig) -> str | None:
     """Return the shortest spec that parses to ``config``, or None."""
-    quantizers = {role: getattr(config, role) for role in ROLES}
     flags = {name: getattr(config, field) == value for name, (field, value) in FLAGS.items()}
-    spec = derive(quantizers, config.backward_override, flags)
+    spec = derive(Faces.of_config(config), config.backward_override, flags)
     if spec is None:
         return None
     try:

@@ -44,7 +44,6 @@ from hybridtensor.recipe_table import TABLE
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import Faces
 from hybridtensor.recipes.words import RecipeName
-from hybridtensor.state import ROLES
 
 _ROWS = {row.name: row for row in TABLE}
 
@@ -77,7 +76,7 @@ def _with_options(
 ) -> HybridConfig:
     """Return a recipe with ``options`` set on its ``concerned`` quantizers."""
     config = HybridConfig.parse(_ROWS[name].spec)
-    faces = Faces.of_roles({role: getattr(config, role) for role in ROLES})
+    faces = Faces.of_config(config)
     for operand, quantizer in faces.quantizers.items():
         if concerned(quantizer):
             faces.quantizers[operand] = dataclasses.replace(quantizer, **options)

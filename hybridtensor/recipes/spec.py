@@ -119,9 +119,10 @@ class Faces:
         return cls(quantizers)
 
     @classmethod
-    def of_roles(cls, quantizers: dict[str, Quantizer]) -> Faces:
+    def of_config(cls, config: Any) -> Faces:
         faces = cls({})
-        for role, quantizer in quantizers.items():
+        for role in ROLES:
+            quantizer: Quantizer = getattr(config, role)
             for direction in DIRECTIONS:
                 faces.quantizers[role, direction] = of_direction(quantizer, direction)
             if quantizer.derives_columnwise:

@@ -18,11 +18,8 @@ from hybridtensor.recipes.spec import (
 )
 
 
-def derive(
-    quantizers: dict[str, Quantizer], backward_override: str | None, flags: dict[str, bool]
-) -> Spec | None:
+def derive(faces: Faces, backward_override: str | None, flags: dict[str, bool]) -> Spec | None:
     """Return the only candidate spec of a config's fields, or None; the caller checks that it parses to the config."""
-    faces = Faces.of_roles(quantizers)
     gemms = GEMMS if backward_override is None else GEMMS[:1]  # the override replaced the others
     words, named = [], set()
     for gemm in gemms:

@@ -12,9 +12,8 @@ from hybridtensor import ops
 from hybridtensor.formats import REGISTRY
 from hybridtensor.ops import Cast, CastInputs, CastRequest
 from hybridtensor.quantizers import Quantizer
-from hybridtensor.quantizers.hybrid import of_direction
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.recipes.spec import GEMMS
+from hybridtensor.recipes.spec import GEMMS, Faces
 from hybridtensor.watching.statistics import face_sizes, face_statistics, measure_face, part_of
 
 ONE_BIT = 20 * math.log10(2)
@@ -98,9 +97,5 @@ def _quantizers(recipe: str) -> dict[str, object]:
         config = HybridConfig.parse(recipe)
     except ValueError:
         return {}
-    found: dict[str, object] = {}
-    for role in ("input", "weight", "grad_output"):
-        quantizer = getattr(config, role)
-        for direction in ("rowwise", "columnwise"):
-            found[f"{role}.{direction}"] = of_direction(quantizer, direction)
-    return found
+    faces = Faces.of_config(config).quantizers
+    return {".".join(face): quantizer for face, quantizer in faces.items()}
