@@ -101,10 +101,12 @@ CASES = [
 
 @pytest.mark.parametrize("cls", [HybridTensor, Leaf, IdentityTensor])
 def test_every_operator_of_the_table_has_a_case_here(cls):
-    """But for those that write weights, which tests/subclasses/test_assignment.py and test_collectives have."""
+    """But for those that write weights, which tests/subclasses/test_assignment.py and test_collectives have, and what
+    tests/test_exported.py runs."""
     fills = FILLS if cls is not Leaf else set()
     writes = {*operators.WRITES_OF_WEIGHTS, *operators.COLLECTIVES, aten.set_data.default}
-    weights = writes | {*operators.READS_OF_WEIGHTS, *FUNCTIONAL, *REFUSED} if cls is HybridTensor else set()
+    exported = torch.ops.hybridtensor.without_gradient.default
+    weights = writes | {*operators.READS_OF_WEIGHTS, *FUNCTIONAL, *REFUSED, exported} if cls is HybridTensor else set()
     assert set(cls.ops) == COVERED | fills | weights
 
 
