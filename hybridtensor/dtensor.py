@@ -7,6 +7,7 @@ from typing import TypeVar, overload
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 T = TypeVar("T", bound=Tensor)
 
@@ -29,12 +30,16 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def with_local(like: Tensor, part: Tensor) -> Tensor:
-    """Return ``part`` as the local tensor of a DTensor like ``like``, or unchanged."""
+    """Return ``part``, in any dtype, as the local tensor of a DTensor like ``like``, or unchanged."""
     if not isinstance(like, DTensor):
         return part
     # The private ``_spec`` and constructor: the public ``from_local`` would be recorded by
     # autograd.
-    return DTensor(part, like._spec, requires_grad=part.requires_grad)
+    spec = like._spec
+    if part.dtype != like.dtype:
+        meta = TensorMeta(like.shape, like.stride(), part.dtype)
+        spec = spec.shallow_copy_with_tensor_meta(meta)
+    return DTensor(part, spec, requires_grad=part.requires_grad)
 
 
 def mesh_along(tensor: DTensor, name: str | None) -> DeviceMesh:

@@ -25,9 +25,9 @@ from hybridtensor.arguments import (
     require_path,
     require_timeout,
 )
-from hybridtensor.distributed.checkpoint.plain import as_part_of, named_buffers, named_parameters
+from hybridtensor.distributed.checkpoint.plain import named_buffers, named_parameters
 from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, together
-from hybridtensor.dtensor import local
+from hybridtensor.dtensor import local, with_local
 from hybridtensor.formats import get_format
 from hybridtensor.inference.stored import require_scales
 from hybridtensor.ops import Face
@@ -184,10 +184,8 @@ def _in_high_precision(
         values = part.plain if isinstance(part, MasterWeight) else part.detach()
     if dtype is not None and values.is_floating_point():
         values = values.to(dtype)
-    if isinstance(value, DTensor):
-        whole: Tensor = as_part_of(value, values, tuple(value.shape)).full_tensor()
-        return whole
-    return values
+    whole = with_local(value, values.detach())
+    return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
 def _add_faces(

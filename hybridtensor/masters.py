@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hybridtensor.dtensor import local
 from hybridtensor.subclasses import HybridTensor, MasterWeight
@@ -39,13 +38,3 @@ def set_master(parameter: Tensor, master: Tensor, *, follows: bool, loaded: bool
     part = persistent_part(parameter)
     part.record.values = part.high_precision
     part.record.values.set_master(local(master), follows=follows, loaded=loaded)
-
-
-def sharded_like(parameter: Tensor, part: Tensor) -> Tensor:
-    """Return ``part`` as the local tensor of a DTensor that is sharded like ``parameter``."""
-    if not isinstance(parameter, DTensor):
-        return part
-    mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
-    return DTensor.from_local(
-        part, mesh, placements, shape=shape, stride=parameter.stride(), run_check=False
-    )

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT, StateDict, register_optimizer_step_post_hook
 
 from hybridtensor.arguments import require_function, require_items, require_kind, wrong
-from hybridtensor.dtensor import local
+from hybridtensor.dtensor import local, with_local
 from hybridtensor.masters import (
     follows_from_master,
     high_precision_values,
     persistent_part,
     set_master,
-    sharded_like,
 )
 from hybridtensor.ops.library import is_traced
 from hybridtensor.subclasses import HybridTensor, MasterWeight
@@ -100,7 +99,7 @@ class MasterWeights(torch.optim.Optimizer):
         part = local(parameter)
         if not isinstance(part, HybridTensor):
             return parameter
-        values = sharded_like(parameter, high_precision_values(part).to(torch.float32, copy=True))
+        values = with_local(parameter, high_precision_values(part).to(torch.float32, copy=True))
         master = nn.Parameter(values, requires_grad=parameter.requires_grad)
         set_master(parameter, master, follows=part.high_precision.follows)
         self._pairs.append((parameter, master))

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from hybridtensor.arguments import require_dtype, require_module, shown
-from hybridtensor.distributed.checkpoint.plain import placed_as
 from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.distributed.fsdp.torch_compat import all_params
 from hybridtensor.dtensor import local, with_local
@@ -105,7 +104,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
 def _plain(value: object) -> object:
     if not isinstance(value, Tensor) or not is_converted(local(value)):
         return value
-    return placed_as(value, high_precision_values(local(value)).to(value.dtype))
+    return with_local(value, high_precision_values(local(value)).to(value.dtype))
 
 
 def _forget(module: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
-from hybridtensor.dtensor import local
+from hybridtensor.dtensor import local, with_local
 from hybridtensor.subclasses import (
     FaceTensor,
     HybridTensor,
@@ -27,6 +27,7 @@ from hybridtensor.subclasses import (
     QuantizedTensor,
 )
 from hybridtensor.subclasses.followers import follows_rowwise, inner_tensors
+from hybridtensor.subclasses.wrapper import contiguous_strides
 
 StateDict: TypeAlias = dict[str, Any]
 """Names to tensors, numbers, and dictionaries and lists of them; or to what has a state dict."""
@@ -89,10 +90,10 @@ def plain_weight(value: Tensor) -> Tensor:
     own = local(value)
     if not isinstance(own, MasterWeight):
         return value
-    return placed_as(value, own.master)
+    return with_local(value, own.master)
 
 
-def as_part_of(
+def _as_part_of(
     whole: DTensor,
     tensor: Tensor,
     size: tuple[int, ...],
@@ -101,7 +102,7 @@ def as_part_of(
     """Return ``tensor`` as the local tensor of a DTensor of ``size`` over the ranks of ``whole``."""
     # torch's private constructor and spec: ``from_local`` would be recorded by autograd. A torch
     # that changes them fails here, when a sharded weight is saved or loaded.
-    meta = TensorMeta(torch.Size(size), _contiguous(size), tensor.dtype)
+    meta = TensorMeta(torch.Size(size), contiguous_strides(size), tensor.dtype)
     spec = DTensorSpec(whole.device_mesh, tuple(placements or whole.placements), tensor_meta=meta)
     return DTensor(tensor, spec, requires_grad=False)
 
@@ -109,19 +110,7 @@ def as_part_of(
 def memory_like(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Allocate zeros of the shape of a tensor, in parts like it."""
     own = local(value)
-    return placed_as(value, torch.zeros(own.shape, dtype=dtype, device=own.device))
-
-
-def placed_as(value: Tensor, mine: Tensor) -> Tensor:
-    """Return ``mine`` as the whole, or the part, that this rank has of ``value``."""
-    return as_part_of(value, mine, tuple(value.shape)) if isinstance(value, DTensor) else mine
-
-
-def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for extent in reversed(size[1:]):
-        strides.insert(0, strides[0] * max(extent, 1))
-    return tuple(strides[: len(size)])
+    return with_local(value, torch.zeros(own.shape, dtype=dtype, device=own.device))
 
 
 def faces(value: Tensor, weight: HybridTensor) -> FaceTensors:
@@ -146,14 +135,14 @@ def _face(value: Tensor, face: FaceTensor) -> FaceTensors:
 def _part_of_face(whole: DTensor, face: FaceTensor, name: str, tensor: Tensor) -> DTensor:
     """Return one tensor of a local shard's face as a DTensor of that tensor in the whole face."""
     if isinstance(face, IdentityTensor):
-        return as_part_of(whole, tensor, tuple(whole.shape))
+        return _as_part_of(whole, tensor, tuple(whole.shape))
     if face.is_stack:  # whole experts, whose tensors follow each other
         if any(not isinstance(p, Replicate) and _cut_dim(p) != 0 for p in whole.placements):
             raise NotImplementedError(
                 f"checkpoint: experts {tuple(whole.shape)} are placed as {whole.placements}, and only faces "
                 "of whole ones can be stored; save masters only (faces=False)"
             )
-        return as_part_of(whole, tensor, (whole.shape[0], *tensor.shape[1:]))
+        return _as_part_of(whole, tensor, (whole.shape[0], *tensor.shape[1:]))
     flipped = face.axis == 0
     rows, columns = reversed(whole.shape) if flipped else whole.shape
     fmt = face.format
@@ -168,7 +157,7 @@ def _part_of_face(whole: DTensor, face: FaceTensor, name: str, tensor: Tensor) -
         "tensor_scale": fmt.tensor_block or (None, None),
     }
     placements = _placements(whole, blocks[name], flipped)
-    return as_part_of(whole, tensor, sizes[name], placements)
+    return _as_part_of(whole, tensor, sizes[name], placements)
 
 
 def _placements(
