@@ -18,11 +18,15 @@ def digest_of(folder: Path) -> str:
     return found.hexdigest()[:16]
 
 
+SOURCES = digest_of(Path(__file__).parent)
+"""The digest of this package."""
+
+
 def tell_caches() -> None:
     """Add version and sources to the tag of all of torch's caches of compiled graphs."""
     # AOTAutograd's cache knows a layer by Dynamo's graph, in which ``F.linear`` is whatever the weight's class makes of
     # it: a graph that another version traced would be run as it is.
-    own = f"hybridtensor {__version__} {digest_of(Path(__file__).parent)}"
+    own = f"hybridtensor {__version__} {SOURCES}"
     if own not in config.cache_key_tag:
         config.cache_key_tag = f"{config.cache_key_tag} {own}".strip()
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import hybridtensor as ht
+from hybridtensor.graph_caches import digest_of
 from hybridtensor.subclasses import wrapper
 from hybridtensor.testing import random_tensor
 
@@ -135,9 +136,9 @@ def test_caches_of_compiled_graphs_key_on_the_code(tmp_path, monkeypatch):
     for value in (1, 2):
         (tmp_path / f"{value}").mkdir()
         (tmp_path / f"{value}" / "new.py").write_text(f"x = {value}")
-        digests.append(wrapper._code(tmp_path / f"{value}"))
-    assert len({*digests, wrapper._code()}) == 3
-    monkeypatch.setattr(wrapper, "_code", lambda: digests[0])
+        digests.append(digest_of(tmp_path / f"{value}"))
+    assert len({*digests, wrapper.SOURCES}) == 3
+    monkeypatch.setattr(wrapper, "SOURCES", digests[0])
     assert weight._stable_hash_for_caching() != before
 
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from hybridtensor.arguments import require_flag, require_tensor
+from hybridtensor.graph_caches import SOURCES
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
 
 Size = torch.Size | tuple[int, ...]
@@ -162,7 +160,7 @@ class WrapperTensor(Tensor):
         inner = [_stable_hash(getattr(self, name)) for name in names]
         values = [_stable_hash(value) for value in (*metadata, meaning)]
         what = [type(self).__name__, tuple(self.shape), tuple(self.stride()), self.dtype]
-        return f"{_code()}{what}{names}{inner}{values}"
+        return f"{SOURCES}{what}{names}{inner}{values}"
 
     def map_inner(
         self,
@@ -309,15 +307,6 @@ def require_plain(who: str, x: object) -> None:
     require_tensor(who, x)
     if isinstance(x, Tensor) and not x.is_floating_point():
         raise TypeError(f"{who}: a floating-point tensor is required, got {x.dtype}; cast it")
-
-
-@functools.cache
-def _code(folder: Path = Path(__file__).parent.parent) -> str:
-    """Return a digest of all Python files in a folder."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _stable_hash(value: object) -> str:
