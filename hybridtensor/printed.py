@@ -1,10 +1,11 @@
-"""What is printed as tables."""
+"""What is printed: tables, and lists within sentences."""
 
 from __future__ import annotations
 
 import io
 import re
 import shutil
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -21,6 +22,12 @@ _CONTROLS = re.compile(
 def visible(words: str) -> str:
     """Escape control characters, so that foreign text cannot send commands to a terminal."""
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], words)
+
+
+def some(texts: Sequence[str], most: int = 5, between: str = "; ") -> str:
+    """Join the first texts, and count those beyond ``most``."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return between.join(texts[:most]) + more
 
 
 def as_text(words: str, style: str = "") -> Text:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybridtensor.arguments import require_group, require_timeout
+from hybridtensor.printed import some
 
 T = TypeVar("T")
 
@@ -38,7 +39,6 @@ _KINDS: dict[str, type[Exception]] = {
 
 TIMEOUT = datetime.timedelta(minutes=10)
 PATIENCE = datetime.timedelta(seconds=30)  # for ranks that were at the same collective a moment ago
-_MOST_NAMES = 4  # in an error
 
 
 def patience() -> datetime.timedelta:
@@ -287,9 +287,8 @@ def _difference(every: list[dict[str, str]], group: dist.ProcessGroup | None) ->
     first, other = every[0], every[index]
     ranks = [i if group is None else dist.get_global_rank(group, i) for i in (0, index)]
     names = sorted(name for name in {*first, *other} if first.get(name) != other.get(name))
-    shown = [
+    found = [
         f"{name} is {first.get(name, 'absent')} on rank {ranks[0]}, {other.get(name, 'absent')} on rank {ranks[1]}"
-        for name in names[:_MOST_NAMES]
+        for name in names
     ]
-    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-    return f"{'; '.join(shown)}{more}"
+    return some(found, most=4)

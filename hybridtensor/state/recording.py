@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hybridtensor.arguments import require_module
 from hybridtensor.ops.library import is_captured
+from hybridtensor.printed import some
 from hybridtensor.state.layer import LayerState
 from hybridtensor.state.training import layer_states, on_host, training_of
 
@@ -58,7 +59,7 @@ def require_recorded(states: Sequence[LayerState]) -> None:
     ]
     if names:
         raise RuntimeError(
-            f"step_: no amaxes were recorded of {_listed(names)}, although backward ran, so that delayed scales "
+            f"step_: no amaxes were recorded of {some(names, 8, ', ')}, although backward ran, so that delayed scales "
             "would not follow; leave without_recording before the forwards of a training step"
         )
 
@@ -75,22 +76,18 @@ def require_finite(model: nn.Module, states: Sequence[LayerState], amaxes: Tenso
         if not bool(flags.all()):
             pending.clear()
             raise RuntimeError(
-                f"step_: the amaxes of {_listed(_not_finite(of_states, flags))} are not finite: a tensor that was "
+                f"step_: the amaxes of {_not_finite(of_states, flags)} are not finite: a tensor that was "
                 "quantized held an Inf; where a gradient scaler skipped the optimizer's step, call "
                 "step_(model, skipped=True), which drops them"
             )
 
 
-def _not_finite(states: Sequence[LayerState], finite: Tensor) -> list[str]:
+def _not_finite(states: Sequence[LayerState], finite: Tensor) -> str:
     slots = [(state, slot) for state in states for slot in state.slots]
     pairs = zip(slots, finite.tolist(), strict=True)
-    return [f"{_named(state)} ({slot})" for (state, slot), fine in pairs if not fine]
+    names = [f"{_named(state)} ({slot})" for (state, slot), fine in pairs if not fine]
+    return some(names, 8, ", ")
 
 
 def _named(state: LayerState) -> str:
     return f"layer {state.name}" if state.name else "a layer"
-
-
-def _listed(names: list[str], most: int = 8) -> str:
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from hybridtensor.printed import some
 from hybridtensor.watching.expected import TWICE
 from hybridtensor.watching.markup import decibel, decibels, escape, section, table, table_row
 from hybridtensor.watching.recording import Recording
 
 _MOST_FINDINGS = 12
-_MOST_NAMES = 8
 _ERRORS = 3  # standard errors
 
 _Key = tuple[str, str]
@@ -200,7 +200,7 @@ def _only(first: Recording, second: Recording, names: tuple[str, str]) -> str:
     for own, other, name in ((first, second, names[0]), (second, first, names[1])):
         layers = [layer for layer in _layers(own) if layer not in _layers(other)]
         if layers:
-            text += f"<p>Only in {escape(name)}: {escape(_listed(layers))}</p>"
+            text += f"<p>Only in {escape(name)}: {escape(some(layers, 8, ', '))}</p>"
     return text
 
 
@@ -221,14 +221,9 @@ def _recipes(first: Recording, second: Recording, names: tuple[str, str]) -> str
             changed.setdefault((recipe, other), []).append(layer)
     return "".join(
         f"<p>Recipe <code>{escape(a)}</code> in {escape(names[0])}, <code>{escape(b)}</code> in {escape(names[1])}: "
-        f"{escape(_listed(layers))}</p>"
+        f"{escape(some(layers, 8, ', '))}</p>"
         for (a, b), layers in changed.items()
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _losses(first: Recording, second: Recording, names: tuple[str, str]) -> str:

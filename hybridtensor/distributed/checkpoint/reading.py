@@ -19,10 +19,10 @@ from hybridtensor.distributed.checkpoint.entries import Entries
 from hybridtensor.distributed.checkpoint.plain import StateDict
 from hybridtensor.distributed.checkpoint.planners import HybridLoadPlanner
 from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
-from hybridtensor.distributed.checkpoint.replicas import some
 from hybridtensor.distributed.checkpoint.restoration import Restoration
 from hybridtensor.distributed.checkpoint.store import wait_for_previous
 from hybridtensor.distributed.checkpoint.undo import Snapshot
+from hybridtensor.printed import some
 from hybridtensor.untrusted.files import digest_file
 from hybridtensor.untrusted.manifest import MANIFEST, Manifest, root_folder
 from hybridtensor.untrusted.metadata import read_metadata

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from hybridtensor.dtensor import local
+from hybridtensor.printed import some
 
 Replica: TypeAlias = tuple[tuple[object, ...], str]
 """Which part of a tensor a rank has, and the digest of its values."""
@@ -56,9 +57,3 @@ def _digest(tensor: Tensor) -> str:
 def ranks_in_words(ranks: list[int]) -> str:
     """List ranks for an error: ``rank 1``, or ``ranks 0, 2``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def some(texts: list[str], most: int = 5) -> str:
-    """Join the first differences for an error, and count the others."""
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return "; ".join(texts[:most]) + more
