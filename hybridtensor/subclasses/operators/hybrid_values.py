@@ -71,11 +71,7 @@ def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Return plain values of a weight's ``data``, for adapters and averaging; raise for a parameter, which models
     compute with."""
 
-    def values(item: object) -> object:
-        if isinstance(item, (list, tuple)):
-            return [values(inner) for inner in item]
-        if not isinstance(item, HybridTensor):
-            return item
+    def values(item: HybridTensor) -> Tensor:
         if item.config is None:
             table.refuse(func)
         if item.requires_grad or isinstance(item, torch.nn.Parameter) or item.is_gathered:
@@ -92,23 +88,20 @@ def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
             )
         return item.dequantize()
 
-    return func(*map(values, args), **{name: values(item) for name, item in kwargs.items()})
+    plain_args, plain_kwargs = tree_map_only(HybridTensor, values, (args, kwargs))
+    return func(*plain_args, **plain_kwargs)
 
 
 @table.register(*FUNCTIONAL)
 def _gather(func: Func, args: Args, kwargs: Kwargs) -> object:
     """All-gather the highest-precision values available, as ``full_tensor()`` does."""
 
-    def values(item: object) -> object:
-        if isinstance(item, (list, tuple)):
-            return [values(inner) for inner in item]
-        if not isinstance(item, HybridTensor):
-            return item
+    def values(item: HybridTensor) -> Tensor:
         observe_read(item, func)
         known = item.known_values
         return (item.dequantize() if known is None else known.to(item.dtype)).contiguous()
 
-    return func(*map(values, args), **kwargs)
+    return func(*tree_map_only(HybridTensor, values, args), **kwargs)
 
 
 def _refuse_values(weight: HybridTensor, func: Func) -> NoReturn:
