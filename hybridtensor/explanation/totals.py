@@ -110,11 +110,7 @@ def saved_bytes_per_token(config: HybridConfig, in_features: int, dtype: torch.d
     column = quantizer.columnwise_format
     if column.element is None:
         return in_features * dtype.itemsize
-    across, along = column.block
-    blocks = 0.0 if along is None else _num_blocks(in_features, across) / along
+    along = column.block[1]
+    blocks = 0.0 if along is None else column.scale_shape(in_features, along)[0] / along
     scales = 0.0 if column.scale_dtype is None else blocks * column.scale_dtype.itemsize
     return in_features / column.elements_per_byte + scales
-
-
-def _num_blocks(extent: int, block: int | None) -> int:
-    return 1 if block is None else -(-extent // block)

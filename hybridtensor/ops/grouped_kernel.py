@@ -20,6 +20,7 @@ from hybridtensor.ops.cast.planning import planning
 from hybridtensor.ops.emulated_mm import nan_under_other_signs
 from hybridtensor.ops.face import Face, Groups, in_its_dtype
 from hybridtensor.ops.grouped_operands import PARTIAL, KernelOperand, kernel_operand, over_groups
+from hybridtensor.ops.groups import ends_of
 from hybridtensor.ops.kernel_library import ALIGNMENT, Launch, on_device
 from hybridtensor.ops.native_mm import has_fast_accum, has_fp8_units, is_fp8, is_hopper
 from hybridtensor.ops.reencoding import Reencoded, reencodes
@@ -116,9 +117,9 @@ def _multiply_values(left: Face, right: Face, groups: Groups) -> Tensor | None:
         return None
     if b.shape[-2] * b.itemsize % ALIGNMENT or not (_is_readable(left) and _is_readable(right)):
         return None
-    out = torch._grouped_mm(a, b.transpose(-2, -1), offs=_ends(groups))
+    out = torch._grouped_mm(a, b.transpose(-2, -1), offs=ends_of(groups))
     if b.dim() == 3:
-        clear_rows_of_none(out, _ends(groups))
+        clear_rows_of_none(out, ends_of(groups))
     return out
 
 
@@ -134,7 +135,7 @@ def _is_readable(face: Face) -> bool:
 
 def _multiply_natively(left: Face, right: Face, groups: Groups) -> Tensor | None:
     """Multiply with torch's grouped kernel; None where extents are not multiples of 16."""
-    a, b, ends = left.qdata, right.qdata, _ends(groups)
+    a, b, ends = left.qdata, right.qdata, ends_of(groups)
     by_row = b.dim() == 3
     if any(size % ALIGNMENT for size in (*a.shape[by_row:], *b.shape[-2:])):
         return None
@@ -204,7 +205,7 @@ def _by_row(
     key = _Key(
         "product_by_row_kernel", number, tile, fast, left.kind, right.kind, numbers, out.dtype, out.device
     )  # fmt: skip
-    _run(key, left, right, out, plan(_ends(groups)))
+    _run(key, left, right, out, plan(ends_of(groups)))
     return out
 
 
@@ -228,7 +229,7 @@ def _over_tokens(
         "product_of_tokens_kernel", number, tile, fast, left.kind, right.kind,
         (rows, columns), out.dtype, out.device, (not left.turned, not right.turned),
     )  # fmt: skip
-    _run(key, left, right, out, plan(_ends(groups)))
+    _run(key, left, right, out, plan(ends_of(groups)))
     return out
 
 
@@ -303,9 +304,3 @@ def _clearing(
         BM=height,
         BN=width,
     )
-
-
-def _ends(groups: Groups) -> Tensor:
-    if groups.ends is None:
-        raise ValueError("grouped_mm: offsets are required, got a stack of matrices")
-    return groups.ends

@@ -43,7 +43,7 @@ def padded_rows(rows: int, groups: Groups) -> int:
 
 def each_group(groups: Groups, rows: int) -> list[Group]:
     """Return the groups of a matrix; synchronizes with the device, and raises ValueError for bad ends."""
-    ends = _ends(groups).tolist()
+    ends = ends_of(groups).tolist()
     found, start, padded = [], 0, 0
     for index, stop in enumerate(ends):
         if not start <= stop <= rows:
@@ -80,7 +80,8 @@ def rows_of_none(groups: Groups, found: Sequence[Group], rows: int) -> Group:
     return Group(last.number, last.stop, rows, padded, padded_rows(rows, groups) - padded)
 
 
-def _ends(groups: Groups) -> Tensor:
+def ends_of(groups: Groups) -> Tensor:
+    """Return where the rows of each group end; raise ValueError for a stack."""
     if groups.ends is None:
         raise ValueError("grouped_mm: offsets are required, got a stack of matrices")
     return groups.ends
