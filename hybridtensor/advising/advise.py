@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,6 +23,7 @@ from hybridtensor.arguments import (
     wrong,
 )
 from hybridtensor.costs import CostTable
+from hybridtensor.explanation.folding import in_kinds
 from hybridtensor.printed import Printed, add_row, named_table
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS
@@ -106,14 +105,9 @@ class Advice(Printed):
         chosen = named_table("recipe", "layers", title=f"Advised for {self.hardware}")
         by_spec: dict[str, list[str]] = {}
         for layer, spec in self.specs.items():
-            by_spec.setdefault(spec, []).append(re.sub(r"\d+", "*", layer))
+            by_spec.setdefault(spec, []).append(layer)
         for spec, layers in sorted(by_spec.items(), key=lambda one: -len(one[1])):
-            folded = Counter(layers)
-            add_row(
-                chosen,
-                spec,
-                ", ".join(f"{name} x{n}" if n > 1 else name for name, n in folded.items()),
-            )
+            add_row(chosen, spec, in_kinds(layers))
         points = named_table("everywhere", "time / BF16", "error")
         for point in sorted((p for p in self.curve if p.name), key=lambda p: p.cost):
             add_row(points, point.name, f"{point.cost:.3f}", f"{point.error:.3g}")

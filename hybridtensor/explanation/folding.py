@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
@@ -29,6 +31,12 @@ def fold(names: Iterable[tuple[str, Said]], among: Iterable[str]) -> list[Fold[S
         Fold(_called(members, kinds.get(kind, members)), members, said)
         for (kind, said), members in groups.items()
     ]
+
+
+def in_kinds(names: Iterable[str]) -> str:
+    """List names, those that differ only in digits as one: ``layers.*.up x32, head``."""
+    kinds = Counter(re.sub(r"\d+", "*", name) for name in names)
+    return ", ".join(f"{kind} x{count}" if count > 1 else kind for kind, count in kinds.items())
 
 
 def _kind(name: str) -> str:

@@ -6,12 +6,12 @@ import itertools
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
 from hybridtensor.arguments import require_kind, wrong
+from hybridtensor.explanation.folding import in_kinds
 from hybridtensor.watching.beside import beside as side_by_side
 from hybridtensor.watching.findings import findings, standing_out
 from hybridtensor.watching.judging import Judged, judged, nearest
@@ -344,10 +344,7 @@ def _recipe(recording: Recording) -> str:
         sorted(recording.recipes.items(), key=lambda one: one[1]), key=lambda one: one[1]
     )
     for spec, layers in by_recipe:
-        folded = Counter(re.sub(r"\d+", "*", name) for name, _ in layers)
-        names = ", ".join(
-            f"{name} x{count}" if count > 1 else name for name, count in folded.items()
-        )
+        names = in_kinds(name for name, _ in layers)
         found.append(f"<dt><code>{escape(spec)}</code></dt><dd>{escape(names)}</dd>")
     machine = ", ".join(f"{name} {value}" for name, value in recording.machine.items())
     return f"<dl>{''.join(found)}</dl><p class=quiet>{escape(machine)}</p>"
