@@ -341,6 +341,17 @@ def test_a_quantizer_of_ones_own_takes_part():
     assert torch.equal(h.columnwise.dequantize(), x * 0.5)
 
 
+def test_a_quantizer_that_leaves_a_face_out_is_named():
+    class Forgetful(Quantizer):
+        rowwise_format = columnwise_format = IDENTITY.rowwise_format
+
+        def faces(self, x, *, rowwise, columnwise, dtype, context):
+            return None, None
+
+    with pytest.raises(ValueError, match=r"Forgetful\(\): faces\(\) made no columnwise face; have it return"):
+        HybridQuantizer(Float8Quantizer(), Forgetful()).quantize(random_tensor(6, 10))
+
+
 class TestStochasticRounding:
     QUANTIZER = NVFP4Quantizer(rounding="stochastic")
 

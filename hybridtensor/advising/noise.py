@@ -115,8 +115,6 @@ def operand_of(
     quantizer: Quantizer = getattr(config, role)
     context = Context(role, state, record=False)
     face = one_face(quantizer, values, direction, values.dtype, context)
-    if face is None:
-        raise ValueError(f"advise: {quantizer} made no {direction} face of {role}")
     return face, values.t() if direction == "columnwise" else values
 
 

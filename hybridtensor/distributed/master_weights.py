@@ -201,7 +201,7 @@ def _quantized(part: Fragment, direction: str, magnitudes: Tensor | None) -> Fac
 
 def _face(part: Fragment, direction: str, matrix: Tensor) -> Face:
     face = one_face(part.quantizer, matrix, direction, part.weight.dtype, part.context)
-    if face is None or face.scale is None or face.dequantized_rowwise is not None:
+    if face.scale is None or face.dequantized_rowwise is not None:
         raise TypeError(
             f"quantize_master_weights: {part.quantizer} made no {direction} face of its own; its "
             "weights cannot be quantized from fragments"
@@ -251,14 +251,9 @@ def _write(part: Fragment, row: Face | Tensor | None, column: Face | Tensor | No
                 "quantize_master_weights: the columnwise face is made of the rowwise one, which "
                 "was not made"
             )
-        made = quantizer.of_rowwise(
-            whole_row, weight.dtype, part.context._replace(direction=COLUMN)
-        )
-    else:
-        made = whole_column
-    overwrite_(
-        "quantize_master_weights", weight, (None if weight.rowwise is None else whole_row, made)
-    )
+        whole_column = quantizer.of_rowwise(whole_row, weight.dtype, part.context)
+    faces = None if weight.rowwise is None else whole_row, whole_column
+    overwrite_("quantize_master_weights", weight, faces)
     weight.high_precision.release_original()  # the masters are the caller's
     weight.high_precision.mark_copied(weight.dequantize, weight.taken)
 

@@ -98,7 +98,7 @@ def decoded_weight(packed: Packed) -> Decoded:
 def decoded_input(x: Tensor, quantizer: OneFormatQuantizer) -> Decoded:
     """Return tokens ``[T, K]`` as an engine quantizes them."""
     row = one_face(quantizer, x, "rowwise", x.dtype)
-    if row is None or row.scale is None:
+    if row.scale is None:
         raise ValueError(f"mismatch: a rule that quantizes inputs is required, got {quantizer}")
     if row.tensor_scale is not None:
         values = _e2m1(row.qdata) * _spread(row.scale.float(), 16)

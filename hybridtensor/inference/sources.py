@@ -152,12 +152,7 @@ def _made(one: Exported, values: Tensor) -> Face:
     turned = values.transpose(-2, -1) if one.is_turned else values
     groups = Groups(values.shape[0]) if values.dim() == 3 else None
     context: Context = part.context._replace(record=False, groups=groups, section=None)
-    row = one_face(part.recipe.weight, turned, "rowwise", values.dtype, context)
-    if row is None:
-        raise ValueError(
-            f"inference_tensors: {one.name}: {part.recipe.weight} made no rowwise face"
-        )
-    return row
+    return one_face(part.recipe.weight, turned, "rowwise", values.dtype, context)
 
 
 def _place(one: Exported) -> BucketPlace:

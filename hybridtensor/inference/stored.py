@@ -357,7 +357,7 @@ def in_format(name: str, face: Face, fmt: Format) -> Face:
 
 def columnwise_of_stored(
     quantizer: Quantizer, row: Face, dtype: torch.dtype, context: Context
-) -> Face | None:
+) -> Face:
     """Return the columnwise face that goes with a rowwise one that was read: its transpose where formats say so,
     else made of the values that it holds, whatever those were once made of.
 

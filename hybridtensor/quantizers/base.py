@@ -149,13 +149,18 @@ class Quantizer(ABC):
 
 def one_face(
     quantizer: Quantizer, x: Tensor, direction: str, dtype: torch.dtype, context: Context = ALONE
-) -> Face | None:
+) -> Face:
     """Return the ``"rowwise"`` or the ``"columnwise"`` face of a tensor, as ``Quantizer.faces`` makes it."""
     rowwise = direction == "rowwise"
     row, column = quantizer.faces(
         x, rowwise=rowwise, columnwise=not rowwise, dtype=dtype, context=context
     )
-    return row if rowwise else column
+    face = row if rowwise else column
+    if face is None:
+        raise ValueError(
+            f"{quantizer}: faces() made no {direction} face; have it return what is asked for"
+        )
+    return face
 
 
 class CastQuantizer(Quantizer):

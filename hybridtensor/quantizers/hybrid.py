@@ -192,7 +192,7 @@ class HybridQuantizer(CastQuantizer):
             column = one_face(self.columnwise, x, "columnwise", dtype, of_column)
         return row if rowwise else None, column
 
-    def of_rowwise(self, row: Face, dtype: torch.dtype, context: Context) -> Face | None:
+    def of_rowwise(self, row: Face, dtype: torch.dtype, context: Context) -> Face:
         """Return the columnwise face requantized from the rowwise data."""
         if isinstance(self.columnwise, IdentityQuantizer):
             return columnwise_of(row, dtype)

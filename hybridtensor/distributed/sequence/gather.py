@@ -68,7 +68,7 @@ class SequenceGather(NamedTuple):
         sharded: Any = ShardedFace(source, layout, self.plan.column == "quantized", shape)
         return HybridTensor(rowwise, sharded)
 
-    def _column_of(self, row: Face, dtype: torch.dtype) -> Face | None:
+    def _column_of(self, row: Face, dtype: torch.dtype) -> Face:
         """Return the columnwise face requantized from the whole rowwise one."""
         if self.plan.column == "rowwise" and isinstance(self.quantizer, HybridQuantizer):
             return self.quantizer.of_rowwise(row, dtype, self.context)
