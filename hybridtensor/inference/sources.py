@@ -23,6 +23,7 @@ from hybridtensor.inference.gather import (
 )
 from hybridtensor.inference.weights import Exported
 from hybridtensor.ops import Face, Groups
+from hybridtensor.ops.cache import Cache
 from hybridtensor.ops.face import FaceKind, TensorLayout, face_layouts
 from hybridtensor.ops.groups import stack_layouts
 from hybridtensor.quantizers.base import one_face
@@ -37,8 +38,7 @@ Placed = tuple[Places, Spread]
 """The parts that ranks hold of a weight, and over which ranks they are."""
 
 
-_EXCHANGED: dict[object, list[Places]] = {}
-_MOST = 64
+_EXCHANGED: Cache[object, list[Places]] = Cache(most=64)
 
 
 def places_of(found: list[Exported]) -> dict[str, Placed]:
@@ -55,8 +55,6 @@ def places_of(found: list[Exported]) -> dict[str, Placed]:
             tuple((tuple(one.value.shape), tuple(_whole(one).placements)) for one in some),
         )
         if key not in _EXCHANGED:  # on all ranks alike
-            if len(_EXCHANGED) >= _MOST:
-                _EXCHANGED.clear()
             _EXCHANGED[key] = exchanged([_place(one) for one in some], spread)
         for one, places in zip(some, _EXCHANGED[key], strict=True):
             known[one.name] = places, spread

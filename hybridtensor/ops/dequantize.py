@@ -10,6 +10,7 @@ from torch import Tensor
 from hybridtensor.arguments import require_dtype
 from hybridtensor.format_record import ROTATED_WITH_SIGNS
 from hybridtensor.formats import Format, get_format
+from hybridtensor.ops.cache import Cache
 from hybridtensor.ops.face import Face
 from hybridtensor.ops.kernel_library import Launch, on_device
 from hybridtensor.ops.library import define, implement, runs_directly
@@ -115,8 +116,7 @@ _OP = define(
     reference=dequantize_reference,
     fake=_fake,
 )
-_PLANS: dict[tuple[object, ...], Launch] = {}
-_MOST_PLANS = 4096
+_PLANS: Cache[tuple[object, ...], Launch] = Cache()
 _P, _Q = 32, 256
 # As the kernel names them
 _SCALES = {
@@ -156,8 +156,6 @@ def _by_kernel(
     key = (fmt.name, dtype, whole, level_rows, qdata.shape, scale.stride(), qdata.device, aligned)
     launch = _PLANS.get(key)
     if launch is None:
-        if len(_PLANS) >= _MOST_PLANS:
-            _PLANS.clear()
         launch = _PLANS[key] = _launch(fmt, other, along, dtype, whole, level_rows)
     codes = qdata if qdata.dtype == torch.uint8 else qdata.view(torch.uint8)
     scales = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybridtensor.formats import IDENTITY, Format
 from hybridtensor.kernels.groups import SideConstants
+from hybridtensor.ops.cache import Cache
 from hybridtensor.ops.cast.planning import planning
 from hybridtensor.ops.emulated_mm import nan_under_other_signs
 from hybridtensor.ops.face import Face, Groups, in_its_dtype
@@ -248,17 +249,12 @@ class _Key(NamedTuple):
     padded: tuple[bool, ...] = ()
 
 
-_LAUNCHES: dict[_Key, Launch] = {}
-_MOST_LAUNCHES = 4096
+_LAUNCHES: Cache[_Key, Launch] = Cache()
 
 
 def _run(key: _Key, left: KernelOperand, right: KernelOperand, out: Tensor, plan: Tensor) -> None:
     launch = _LAUNCHES.get(key)
     if launch is None:
-        # Emptied, not ordered by use: an order would have to be kept in each product, for a case that
-        # is rare.
-        if len(_LAUNCHES) >= _MOST_LAUNCHES:
-            _LAUNCHES.clear()
         launch = _LAUNCHES[key] = _launch(key, left.constants, right.constants)
     take = launch.take
     with on_device(key.device):

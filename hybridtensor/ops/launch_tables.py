@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
+from hybridtensor.ops.cache import Cache
 from hybridtensor.ops.library import is_captured
 
 T = TypeVar("T")
@@ -20,8 +21,7 @@ class LaunchTables(Generic[T]):
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self._droppable: dict[object, T] = {}
+        self._droppable: Cache[object, T] = Cache(most)
         self._captured: dict[object, T] = {}
 
     def __len__(self) -> int:
@@ -38,7 +38,5 @@ class LaunchTables(Generic[T]):
 
     def add(self, key: object, launch: T) -> T:
         """Cache and return a launch, which was prepared outside of a capture, as tables are copied from the host."""
-        if len(self._droppable) >= self._most:
-            self._droppable.clear()
         self._droppable[key] = launch
         return launch

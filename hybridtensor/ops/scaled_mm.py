@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import REGISTRY, Format, format_of_face
+from hybridtensor.ops.cache import Cache
 from hybridtensor.ops.dequantize import dequantize
 from hybridtensor.ops.emulated_mm import multiply_emulated
 from hybridtensor.ops.face import Face, FaceKind, high_precision
@@ -202,8 +203,7 @@ def scaled_mm(
     return _OP(*operands, bias, out_dtype, fast_accum)
 
 
-_MULTIPLY: dict[tuple[object, ...], Multiply] = {}
-_MOST_KINDS = 4096
+_MULTIPLY: Cache[tuple[object, ...], Multiply] = Cache()
 
 
 def chosen(left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype) -> Multiply:
@@ -223,11 +223,7 @@ def chosen(left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype)
     )
     multiply = _MULTIPLY.get(key)
     if multiply is None:
-        multiply = _choose(left, right, bias, out_dtype)
-        # As in ``grouped_kernel``: cleared when full; tracking the last use would cost time in every call.
-        if len(_MULTIPLY) >= _MOST_KINDS:
-            _MULTIPLY.clear()
-        _MULTIPLY[key] = multiply
+        multiply = _MULTIPLY[key] = _choose(left, right, bias, out_dtype)
     return multiply
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybridtensor.ops.cache import Cache
 from hybridtensor.ops.face import Face, bytewise
 from hybridtensor.ops.kernel_library import Launch, on_device
 from hybridtensor.ops.library import define, implement, is_traced, runs_directly
@@ -51,8 +52,7 @@ class _Key(NamedTuple):
     device: torch.device
 
 
-_PLANS: dict[_Key, Launch] = {}
-_MOST_PLANS = 4096
+_PLANS: Cache[_Key, Launch] = Cache()
 _WORD = 4
 _VECTOR = 16  # bytes that a thread reads or writes at once
 
@@ -86,8 +86,6 @@ def _prepared(parts: Tensor, bits: int, column: Tensor, row: Tensor | None) -> C
     )  # fmt: skip
     launch = _PLANS.get(key)
     if launch is None:
-        if len(_PLANS) >= _MOST_PLANS:
-            _PLANS.clear()
         launch = _PLANS[key] = _launch(key)
     first = parts if row is None else row
     arguments = parts, *strides, first, column, column.shape[1], rows, width

@@ -66,7 +66,7 @@ class Quantizer(ABC):
     @functools.cached_property
     def plans(self) -> Plans:
         """A cache of cast plans; no field, since equal quantizers may have cached other plans."""
-        return {}
+        return Plans()
 
     quantize: ClassVar[Callable[..., object]]
     update_: ClassVar[Callable[..., object]]

@@ -12,6 +12,7 @@ from hybridtensor import ops
 from hybridtensor.formats import Format
 from hybridtensor.ops import NO_INPUTS, Cast, CastInputs, CastRequest, Faces, Hint
 from hybridtensor.ops.amaxes import ReturnedAmaxes
+from hybridtensor.ops.cache import Cache
 from hybridtensor.ops.library import is_traced, runs_directly
 from hybridtensor.ops.references.blocks import amaxes_of_rows
 from hybridtensor.state import Context
@@ -145,12 +146,11 @@ class CastPlan:
             self._whole.add(extents)
 
 
-Plans = dict[tuple[object, ...], "CastPlan | None"]
+Plans = Cache[tuple[object, ...], "CastPlan | None"]
 """The casts of a quantizer, by what they depend on."""
 _MOST_ROWS = 4096
 """Whose amaxes a cast reads itself, which saves a launch; each of its programs reads them all."""
 _MISSING = CastPlan.__new__(CastPlan)  # stands for a plan that is not there
-_MOST_PLANS = 4096
 
 
 def cast_plan(
@@ -186,8 +186,6 @@ def cast_plan(
     )
     plan = None if request is None else CastPlan(request, context, device)
     if not traced:
-        if len(quantizer.plans) >= _MOST_PLANS:
-            quantizer.plans.clear()
         quantizer.plans[key] = plan
     return plan
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.kernels.groups import AMAX, AMAX_ROW, GIVEN, Matrix, MeasureConstants
+from hybridtensor.ops.cache import Cache
 from hybridtensor.ops.cast.face_by_face import inputs_of_column, inputs_of_row
 from hybridtensor.ops.cast.launches import CastLaunch, FaceOutput, KernelTask, Several
 from hybridtensor.ops.cast.of_transpose import casts_transpose, swapped, swapped_inputs
@@ -49,8 +50,7 @@ class _Key(NamedTuple):
     column_amax: bool | None
 
 
-_CASTS: dict[_Key, GroupedCast] = {}
-_MOST_CASTS = 4096
+_CASTS: Cache[_Key, GroupedCast] = Cache()
 
 
 def grouped_cast(
@@ -128,8 +128,6 @@ def _cached(x: Tensor, groups: Groups, request: CastRequest, inputs: CastInputs)
     )
     cast = _CASTS.get(key)
     if cast is None:
-        if len(_CASTS) >= _MOST_CASTS:
-            _CASTS.clear()
         cast = _CASTS[key] = GroupedCast(key)
     return cast
 

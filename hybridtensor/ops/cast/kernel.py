@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hybridtensor.kernels.groups import AMAX, AMAX_ROW, GIVEN, NONE, NVFP4, TENSOR, Matrix
+from hybridtensor.ops.cache import Cache
 from hybridtensor.ops.cast.definition import reference_cast
 from hybridtensor.ops.cast.face_by_face import FaceByFace, inputs_of_column, inputs_of_row
 from hybridtensor.ops.cast.launches import CastLaunch, FaceOutput, KernelTask, Outs, RecastLaunch
@@ -69,8 +70,7 @@ class _Key(NamedTuple):
     prologue: tuple[int, ...] | None  # its key, and whether kernels can read it
 
 
-_CASTS: dict[tuple[object, ...], PreparedCast] = {}
-_MOST_CASTS = 4096
+_CASTS: Cache[tuple[object, ...], PreparedCast] = Cache()
 
 
 def cast_on_gpu(x: Tensor, request: CastRequest, inputs: CastInputs) -> PreparedCast:
@@ -81,8 +81,6 @@ def cast_on_gpu(x: Tensor, request: CastRequest, inputs: CastInputs) -> Prepared
     if cast is None:
         check_rules(request)
         check_inputs(x, request, inputs)
-        if len(_CASTS) >= _MOST_CASTS:
-            _CASTS.clear()
         if request.has_kernels and request.is_face_by_face:
             row, column = request._replace(column=None), request._replace(row=None)
             of_row = cast_on_gpu(x, row, inputs_of_row(inputs))

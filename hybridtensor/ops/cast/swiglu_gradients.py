@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.kernels.groups import Matrix, Output, State
+from hybridtensor.ops.cache import Cache
 from hybridtensor.ops.cast.launches import FaceOutput, KernelTask
 from hybridtensor.ops.cast.lengths import lengths_to_compile
 from hybridtensor.ops.cast.prepared import Faces
@@ -78,8 +79,6 @@ def cast_swiglu_gradients(
     with on_device(grad.device):
         launch = _LAUNCHES.get(kind)
         if launch is None:
-            if len(_LAUNCHES) >= _MOST_LAUNCHES:
-                _LAUNCHES.clear()
             _compile_for_other_lengths(kind, matrices, inputs)
             _LAUNCHES[kind] = launch = _GradientsLaunch(kind)
         return launch.run(matrices, inputs)
@@ -170,5 +169,4 @@ class _GradientsLaunch:
         return made
 
 
-_LAUNCHES: dict[_Kind, _GradientsLaunch] = {}
-_MOST_LAUNCHES = 1024
+_LAUNCHES: Cache[_Kind, _GradientsLaunch] = Cache(most=1024)
