@@ -19,20 +19,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from hybridtensor.linear.operands import (
-    QUANTIZED,
-    Needs,
-    Operand,
-    Weight,
-    as_matrix,
-    required_columnwise,
-)
+from hybridtensor.linear.operands import QUANTIZED, Needs, Operand, Weight, as_matrix
 from hybridtensor.linear.sharing import Reading, reading
 from hybridtensor.ops import Face, after
 from hybridtensor.ops.amaxes import AmaxRecord, ReturnedAmaxes
 from hybridtensor.ops.library import is_traced
 from hybridtensor.ops.order import can_recompute, is_in_region, prefer_recompute
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
+from hybridtensor.quantizers.base import one_face
 from hybridtensor.quantizers.plans import measured_in_backward
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context, LayerState
@@ -93,10 +87,7 @@ class SavedInput(Operand):
         values = False, may_hold_values(self._dtype, self._context.groups)
         context = self._context._replace(after=self._after, values=values, direct=False)
         context = context.in_backward()
-        column = self._config.input.faces(
-            x, rowwise=False, columnwise=True, dtype=self._dtype, context=context
-        )[1]
-        return required_columnwise(column, "grad_weight")
+        return one_face(self._config.input, x, "columnwise", self._dtype, context)
 
 
 class ShardedInput(Operand):
@@ -144,14 +135,8 @@ class ShardedInput(Operand):
         whole = self._sequence.finish(part, "columnwise", parts, self._shape)
         if not self._quantize:
             return whole
-        column = self._config.input.faces(
-            whole.qdata,
-            rowwise=False,
-            columnwise=True,
-            dtype=self._dtype,
-            context=self._context._replace(direct=False).in_backward(),
-        )[1]
-        return required_columnwise(column, "grad_weight")
+        context = self._context._replace(direct=False).in_backward()
+        return one_face(self._config.input, whole.qdata, "columnwise", self._dtype, context)
 
 
 def input_operand(

@@ -236,8 +236,7 @@ class RequantizedWeight(GivenWeight):
 
     def columnwise(self, saved: list[Tensor]) -> Face:
         row, context = super().columnwise(saved), self._context._replace(after=self._after)
-        column = self._quantizer.of_rowwise(row, self._dtype, context)
-        return required_columnwise(column, "grad_input")
+        return self._quantizer.of_rowwise(row, self._dtype, context)
 
 
 def weight_operand(
