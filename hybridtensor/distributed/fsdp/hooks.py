@@ -35,8 +35,8 @@ from hybridtensor.ops import Face
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import LayerState
 from hybridtensor.state.step import after_step
-from hybridtensor.subclasses import FaceTensor, HybridTensor, IdentityTensor, MasterWeight
-from hybridtensor.subclasses.followers import followers
+from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.subclasses.followers import followers, inner_tensors
 from hybridtensor.subclasses.high_precision import whole
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.quantizing import face_tensors, mark_overwritten, quantize_weight
@@ -235,19 +235,12 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
             sources = fresh.tensors()
             if shard.plan.matrix is None:
                 sources = fresh.cut(dim, first, values.shape[0]).tensors()
-            for target, source in zip(_tensors(face), sources, strict=True):
+            for target, source in zip(inner_tensors(face).values(), sources, strict=True):
                 target.copy_(source)
         # Mostly none: such a face aliases the rowwise one, unless something copied the two apart.
         for source, follower in followers(part).values():
             follower.copy_(source)
         mark_overwritten(part)
-
-
-def _tensors(face: FaceTensor) -> list[Tensor]:
-    """Return the plain tensors of a face that owns its data."""
-    if isinstance(face, IdentityTensor):
-        return [face.source]
-    return [tensor for tensor in (face.qdata, face.scale, face.tensor_scale) if tensor is not None]
 
 
 def sharded_as(part: HybridTensor, config: HybridConfig) -> Shard | None:
