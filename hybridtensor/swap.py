@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybridtensor.ops.library import compiled_in_callers_only
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.wrapper import WrapperTensor
 
@@ -42,6 +43,7 @@ def swap_all(who: str, pairs: list[tuple[nn.Parameter, Tensor]]) -> None:
         raise
 
 
+@compiled_in_callers_only
 def swap(who: str, parameter: nn.Parameter, new: Tensor) -> Callable[[], None]:
     """Replace the contents of the object ``parameter`` by ``new``, for every module and optimizer that holds it.
 

@@ -128,9 +128,9 @@ def test_a_compiled_program_runs_and_raises_in_backward(recipe, backend):
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning", "ignore:The given buffer:UserWarning")  # torch's own
-@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
-def test_saved_and_decomposed_programs(recipe):
-    net = convert(mlp, recipe)
+@pytest.mark.parametrize(("recipe", "persistent"), [("bf16", False), ("fp8", False), ("fp8", True)])
+def test_saved_and_decomposed_programs(recipe, persistent):
+    net = convert(mlp, recipe, persistent)
     program, file = torch.export.export(net, (X,)), io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridtensor.arguments import require_choice, require_kind
 from hybridtensor.ops import Face, Faces
-from hybridtensor.ops.library import is_traced
+from hybridtensor.ops.library import compiled_in_callers_only, is_traced
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.subclasses.faces import FaceTensor, columnwise_face, rowwise_face
 from hybridtensor.subclasses.high_precision import HighPrecisionValues, View, is_same, whole
@@ -263,6 +263,7 @@ class HybridTensor(InterceptingTensor):
             self.record.values = own.pop(name, self.record.values)
         super()._take_attributes(own)
 
+    @compiled_in_callers_only
     def untyped_storage(self) -> torch.UntypedStorage:
         """See ``WrapperTensor.untyped_storage``; of a state dict's tensor, that of its values."""
         return self._saved().untyped_storage() if self.is_saved else super().untyped_storage()

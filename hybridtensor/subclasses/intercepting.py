@@ -106,7 +106,11 @@ class InterceptingTensor(WrapperTensor):
 
     functions: ClassVar[OpTable]
     fsdp_hooks: ClassVar[FSDPHooks | None] = None  # hybridtensor.distributed.fsdp enters it
-    transient_names: ClassVar[tuple[str, ...]] = ("record", "_empty_storage", "_flattened")
+    transient_names: ClassVar[tuple[str, ...]] = (
+        *WrapperTensor.transient_names,
+        "record",
+        "_flattened",
+    )
     _flattened: _Flattened | None = None
     config: HybridConfig | None
     record: WeightRecord

@@ -61,7 +61,7 @@ class ShardedFace(WrapperTensor):
     ops = OpTable("ShardedFace", "its tokens are on several ranks; give it to a linear layer")
     inner_names = ("source",)
     metadata_names = ("sequence", "quantize")
-    transient_names = ("sharing",)
+    transient_names = (*WrapperTensor.transient_names, "sharing")
 
     source: QuantizedTensor | IdentityTensor
     sequence: Sequence

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybridtensor.arguments import require_flag, require_tensor
 from hybridtensor.graph_caches import SOURCES
+from hybridtensor.ops.library import compiled_in_callers_only
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
 
 Size = torch.Size | tuple[int, ...]
@@ -45,9 +46,9 @@ class WrapperTensor(Tensor):
     ops: ClassVar[OpTable]
     inner_names: ClassVar[tuple[str, ...]]
     metadata_names: ClassVar[tuple[str, ...]]
-    transient_names: ClassVar[
-        tuple[str, ...]
-    ] = ()  # attributes that belong to one object: never copied or pickled
+    transient_names: ClassVar[tuple[str, ...]] = (
+        "_empty_storage",
+    )  # attributes that belong to one object: never copied or pickled
     former_names: ClassVar[
         dict[str, str]
     ] = {}  # what inner tensors were called in pickles of earlier versions
@@ -197,6 +198,7 @@ class WrapperTensor(Tensor):
     def _take_attributes(self, attributes: Attributes) -> None:
         self.__dict__.update(attributes)
 
+    @compiled_in_callers_only
     def __reduce_ex__(
         self, protocol: SupportsIndex
     ) -> tuple[Callable[..., WrapperTensor], tuple[object, ...]]:
@@ -214,6 +216,7 @@ class WrapperTensor(Tensor):
         # that are on its list, and files of earlier versions hold these arguments in this order.
         return _rebuild, (*state, self._user_attributes())
 
+    @compiled_in_callers_only
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
             known: Self = memo[id(self)]
@@ -251,6 +254,7 @@ class WrapperTensor(Tensor):
         """Raise as ``__dlpack__``, which is called later."""
         self.__dlpack__()
 
+    @compiled_in_callers_only
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return an empty storage, one per object: a wrapper has no bytes of its own."""
         # Not the storage of an inner tensor, which savers of raw memory would like: torch.compile copies what it gets
