@@ -34,7 +34,7 @@ from hybridtensor.linear.weight_operands import weight_operand
 from hybridtensor.ops import Groups
 from hybridtensor.ops.amaxes import ReturnedAmaxes
 from hybridtensor.ops.autograd import Ctx, Function
-from hybridtensor.ops.library import is_batched, is_traced, runs_directly
+from hybridtensor.ops.library import is_batched, is_traced, outside_graphs, runs_directly
 from hybridtensor.ops.order import in_backward, node_of
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
@@ -228,6 +228,7 @@ class _Ctx(Ctx):
     products: Backward
     has_groups: bool
     num_amaxes: int
+    traced: bool
     nodes: Sequence[fx.Node | None]
     input_shape: torch.Size
     input_contiguous: bool
@@ -248,38 +249,48 @@ class _Linear(Function):
         ctx.num_amaxes = len(graph_amaxes)
         # In this order: backward pops them from the end.
         ctx.save_for_backward(*saved, *([] if groups is None else [groups.ends]), *graph_amaxes)
+        ctx.traced = traced
         ctx.nodes = [node_of(tensor) for tensor in saved] if traced else ()
         ctx.input_shape, ctx.input_contiguous = input.shape, input.is_contiguous()
         return out
 
     @staticmethod
     def backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            _require_one_derivative(ctx, grad_output)
-        saved, products = list(ctx.saved_tensors), ctx.products
-        for tensor, node in zip(saved, ctx.nodes, strict=False):
-            _require_node(tensor, node)
-        graph_amaxes = [saved.pop() for _ in range(ctx.num_amaxes)] if ctx.num_amaxes else []
-        if ctx.has_groups:
-            products = products.with_ends(saved.pop())
-        is_quantized = isinstance(grad_output, HybridTensor)
-        grad = grad_output if is_quantized else tokens(grad_output)
-        direct = runs_directly(plain_part(grad) if is_quantized else grad)
-        if not direct and is_batched(grad_output):
-            _require_high_precision(ctx.products)
-        asked, traced = products.needs, not direct and is_traced()
-        if not traced:
-            asked = requested_gradients(ctx, asked, lambda: layer_of(products.context.state))
-        stays = in_backward() if traced else _NOTHING  # FSDP2 gathers faces after a graph's forward
-        with torch._C.DisableTorchFunctionSubclass(), stays:  # attributes would pass through
-            gradients = products.gradients(grad, saved, graph_amaxes, asked, direct)
-        grad_input, grad_weight, grad_bias = gradients
-        if grad_input is not None:
-            grad_input = grad_input.view(ctx.input_shape)
-        if grad_bias is not None and not ctx.input_contiguous and grad_output.dim() > 2:
-            # The sum of the plain layer, bit for bit
-            grad_bias = grad_output.sum(dim=tuple(range(grad_output.dim() - 1)))
-        return grad_input, grad_weight, grad_bias, None
+        if not ctx.traced and torch.compiler.is_dynamo_compiling():  # compiled autograd
+            return _in_eager_code(ctx, grad_output)
+        return _backward(ctx, grad_output)
+
+
+def _backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():
+        _require_one_derivative(ctx, grad_output)
+    saved, products = list(ctx.saved_tensors), ctx.products
+    for tensor, node in zip(saved, ctx.nodes, strict=False):
+        _require_node(tensor, node)
+    graph_amaxes = [saved.pop() for _ in range(ctx.num_amaxes)] if ctx.num_amaxes else []
+    if ctx.has_groups:
+        products = products.with_ends(saved.pop())
+    is_quantized = isinstance(grad_output, HybridTensor)
+    grad = grad_output if is_quantized else tokens(grad_output)
+    direct = runs_directly(plain_part(grad) if is_quantized else grad)
+    if not direct and is_batched(grad_output):
+        _require_high_precision(ctx.products)
+    asked, traced = products.needs, not direct and is_traced()
+    if not traced:
+        asked = requested_gradients(ctx, asked, lambda: layer_of(products.context.state))
+    stays = in_backward() if traced else _NOTHING  # FSDP2 gathers faces after a graph's forward
+    with torch._C.DisableTorchFunctionSubclass(), stays:  # attributes would pass through
+        gradients = products.gradients(grad, saved, graph_amaxes, asked, direct)
+    grad_input, grad_weight, grad_bias = gradients
+    if grad_input is not None:
+        grad_input = grad_input.view(ctx.input_shape)
+    if grad_bias is not None and not ctx.input_contiguous and grad_output.dim() > 2:
+        # The sum of the plain layer, bit for bit
+        grad_bias = grad_output.sum(dim=tuple(range(grad_output.dim() - 1)))
+    return grad_input, grad_weight, grad_bias, None
+
+
+_in_eager_code = outside_graphs("the forward of a layer ran in eager code")(_backward)
 
 
 def _require_one_derivative(ctx: _Ctx, grad_output: Tensor) -> None:

@@ -213,6 +213,7 @@ class HybridTensor(InterceptingTensor):
         face = self.require_face("rowwise", name="weight", gemm="output")
         return rowwise_face(face, self.dtype, stack=self.is_stack)
 
+    @compiled_in_callers_only
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Metadata, Metadata | None]]:
         # A graph holds a gathered weight's faces
         if self.record.gathered is not None:

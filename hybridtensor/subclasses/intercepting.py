@@ -139,6 +139,7 @@ class InterceptingTensor(WrapperTensor):
 
     # Optimizers ask five times per step for it, which takes 2 us each where it passes through ``__torch_function__``
     @property
+    @compiled_in_callers_only
     def grad(self) -> Tensor | None:
         """The gradient, as of any tensor."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -146,11 +147,13 @@ class InterceptingTensor(WrapperTensor):
             return found
 
     @grad.setter
+    @compiled_in_callers_only
     def grad(self, value: Tensor | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             _GRAD.__set__(self, value)
 
     @grad.deleter
+    @compiled_in_callers_only
     def grad(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             _GRAD.__delete__(self)
@@ -184,6 +187,7 @@ class InterceptingTensor(WrapperTensor):
             record.context = made
         return made
 
+    @compiled_in_callers_only
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Metadata, Metadata | None]]:
         # Guards and AOTAutograd ask three times per call of a graph. The state's tensors are new if anything of the
         # layer changed, and always where a common scale must be measured.

@@ -81,6 +81,7 @@ class WrapperTensor(Tensor):
         return made
 
     @classmethod
+    @compiled_in_callers_only
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
@@ -134,6 +135,7 @@ class WrapperTensor(Tensor):
     def take_carried(self, tensors: dict[str, Tensor], meaning: Metadata | None) -> None:
         """Undo ``carried``."""
 
+    @compiled_in_callers_only
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Metadata, Metadata | None]]:
         names, metadata = self.parts()
         # torch reads every name as an attribute of the wrapper: what is carried needs a property of its name.
@@ -141,6 +143,7 @@ class WrapperTensor(Tensor):
         return [*names, *others], (metadata, meaning)
 
     @classmethod
+    @compiled_in_callers_only
     def __tensor_unflatten__(
         cls,
         inner: dict[str, Tensor],

@@ -1,0 +1,64 @@
+"""Compiled autograd of layers that ran in eager code: the bits of a plain backward."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import compiled_autograd
+
+import hybridtensor as ht
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # graph breaks
+RECIPES = ["bf16", "fp8", "fp8_delayed", "nvfp4"]
+
+
+class Eager(nn.Linear):
+    @torch.compiler.disable
+    def forward(self, x):
+        return super().forward(x)
+
+
+def steps(layer, recipe, backward, persistent=False):
+    """Return losses and gradients of two steps."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = nn.Sequential(layer(64, 128), nn.SiLU(), nn.Linear(128, 64)).bfloat16()
+    ht.quantize_(net, recipe, persistent=persistent)
+    found = []
+    for i in range(2):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(i)).bfloat16().requires_grad_()
+        found += [backward(net, x), x.grad, *(p.grad for p in net.parameters() if p.grad is not None)]
+        net.zero_grad()
+        ht.step_(net)
+    return found
+
+
+def plain(net, x):
+    loss = net(x).float().square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def compiled_backward(net, x):
+    loss = net(x).float().square().mean()
+    with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        loss.backward()
+    return loss.detach()
+
+
+def compiled_step(net, x):
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        return torch.compile(plain, backend="aot_eager")(net, x)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_backward_that_is_compiled_alone(recipe, persistent):
+    if persistent and recipe == "bf16":
+        pytest.skip("there are no faces to keep")
+    expected = steps(nn.Linear, recipe, plain, persistent)
+    assert all(map(torch.equal, expected, steps(nn.Linear, recipe, compiled_backward, persistent)))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_with_a_layer_between_graphs(recipe):
+    assert all(map(torch.equal, steps(Eager, recipe, plain), steps(Eager, recipe, compiled_step)))
