@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import types
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
@@ -45,6 +46,17 @@ def compiled_in_callers_only(function: F) -> F:
     strategy = eval_frame._FrameExecStrategy(skip, skip)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
     return function
+
+
+def compile_methods_in_callers_only(cls: type) -> None:
+    """Apply ``compiled_in_callers_only`` to what a class, and its bases in this package, define."""
+    for base in cls.__mro__:
+        for member in vars(base).values() if base.__module__.startswith("hybridtensor.") else ():
+            is_property = isinstance(member, property)
+            for one in (member.fget, member.fset, member.fdel) if is_property else (member,):
+                function = getattr(one, "__func__", one)  # of a class method
+                if isinstance(function, types.FunctionType):
+                    compiled_in_callers_only(function)
 
 
 def define(

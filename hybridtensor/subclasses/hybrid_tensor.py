@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridtensor.arguments import require_choice, require_kind
 from hybridtensor.ops import Face, Faces
-from hybridtensor.ops.library import compiled_in_callers_only, is_traced
+from hybridtensor.ops.library import is_traced
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.subclasses.faces import FaceTensor, columnwise_face, rowwise_face
 from hybridtensor.subclasses.high_precision import HighPrecisionValues, View, is_same, whole
@@ -213,7 +213,6 @@ class HybridTensor(InterceptingTensor):
         face = self.require_face("rowwise", name="weight", gemm="output")
         return rowwise_face(face, self.dtype, stack=self.is_stack)
 
-    @compiled_in_callers_only
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Metadata, Metadata | None]]:
         # A graph holds a gathered weight's faces
         if self.record.gathered is not None:
@@ -264,7 +263,6 @@ class HybridTensor(InterceptingTensor):
             self.record.values = own.pop(name, self.record.values)
         super()._take_attributes(own)
 
-    @compiled_in_callers_only
     def untyped_storage(self) -> torch.UntypedStorage:
         """See ``WrapperTensor.untyped_storage``; of a state dict's tensor, that of its values."""
         return self._saved().untyped_storage() if self.is_saved else super().untyped_storage()

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hybridtensor.ops import Groups
-from hybridtensor.ops.library import compiled_in_callers_only
 from hybridtensor.state import Context, LayerState, StateTensors
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
 from hybridtensor.subclasses.record import WeightRecord
@@ -139,7 +138,6 @@ class InterceptingTensor(WrapperTensor):
 
     # Optimizers ask five times per step for it, which takes 2 us each where it passes through ``__torch_function__``
     @property
-    @compiled_in_callers_only
     def grad(self) -> Tensor | None:
         """The gradient, as of any tensor."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -147,13 +145,11 @@ class InterceptingTensor(WrapperTensor):
             return found
 
     @grad.setter
-    @compiled_in_callers_only
     def grad(self, value: Tensor | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             _GRAD.__set__(self, value)
 
     @grad.deleter
-    @compiled_in_callers_only
     def grad(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             _GRAD.__delete__(self)
@@ -187,7 +183,6 @@ class InterceptingTensor(WrapperTensor):
             record.context = made
         return made
 
-    @compiled_in_callers_only
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Metadata, Metadata | None]]:
         # Guards and AOTAutograd ask three times per call of a graph. The state's tensors are new if anything of the
         # layer changed, and always where a common scale must be measured.
@@ -336,7 +331,6 @@ class InterceptingTensor(WrapperTensor):
         return _required(self.fsdp_hooks).post_all_gather(self, outputs, metadata, param_dtype, out)
 
     @classmethod
-    @compiled_in_callers_only
     def __torch_function__(  # type: ignore[override]
         cls, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:

@@ -11,7 +11,6 @@ from hybridtensor import ops
 from hybridtensor.arguments import require_dtype, require_kind, shown
 from hybridtensor.formats import Format
 from hybridtensor.ops import Face
-from hybridtensor.ops.library import compiled_in_callers_only
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.wrapper import Metadata, Size, Stride, WrapperTensor
 
@@ -103,7 +102,6 @@ class QuantizedTensor(WrapperTensor):
         self.format, self.axis = face.format, axis
         self.nominal_dtype, self.cuts_group = nominal_dtype, cuts_group
 
-    @compiled_in_callers_only
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Metadata, Metadata | None]]:
         # Nothing of a face is replaced. Guards and AOTAutograd ask three times per call of a graph.
         if self._flattened is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybridtensor.arguments import require_flag, require_tensor
 from hybridtensor.graph_caches import SOURCES
-from hybridtensor.ops.library import compiled_in_callers_only
+from hybridtensor.ops.library import compile_methods_in_callers_only
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
 
 Size = torch.Size | tuple[int, ...]
@@ -80,8 +80,11 @@ class WrapperTensor(Tensor):
         torch._C._set_throw_on_mutable_data_ptr(made)
         return made
 
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        compile_methods_in_callers_only(cls)
+
     @classmethod
-    @compiled_in_callers_only
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
@@ -135,7 +138,6 @@ class WrapperTensor(Tensor):
     def take_carried(self, tensors: dict[str, Tensor], meaning: Metadata | None) -> None:
         """Undo ``carried``."""
 
-    @compiled_in_callers_only
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Metadata, Metadata | None]]:
         names, metadata = self.parts()
         # torch reads every name as an attribute of the wrapper: what is carried needs a property of its name.
@@ -143,7 +145,6 @@ class WrapperTensor(Tensor):
         return [*names, *others], (metadata, meaning)
 
     @classmethod
-    @compiled_in_callers_only
     def __tensor_unflatten__(
         cls,
         inner: dict[str, Tensor],
@@ -201,7 +202,6 @@ class WrapperTensor(Tensor):
     def _take_attributes(self, attributes: Attributes) -> None:
         self.__dict__.update(attributes)
 
-    @compiled_in_callers_only
     def __reduce_ex__(
         self, protocol: SupportsIndex
     ) -> tuple[Callable[..., WrapperTensor], tuple[object, ...]]:
@@ -219,7 +219,6 @@ class WrapperTensor(Tensor):
         # that are on its list, and files of earlier versions hold these arguments in this order.
         return _rebuild, (*state, self._user_attributes())
 
-    @compiled_in_callers_only
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
             known: Self = memo[id(self)]
@@ -257,7 +256,6 @@ class WrapperTensor(Tensor):
         """Raise as ``__dlpack__``, which is called later."""
         self.__dlpack__()
 
-    @compiled_in_callers_only
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return an empty storage, one per object: a wrapper has no bytes of its own."""
         # Not the storage of an inner tensor, which savers of raw memory would like: torch.compile copies what it gets
