@@ -1,5 +1,6 @@
 """Programs of ``torch.export``: the model's forward bit for bit, and gradients never quietly missing."""
 
+import copy
 import io
 import itertools
 
@@ -149,3 +150,14 @@ def test_any_number_of_tokens(recipe, strict):
     program = torch.export.export(net, (X,), dynamic_shapes=shapes, strict=strict).module()
     for tokens in (32, 17):
         assert torch.equal(program(X[:tokens]), net(X[:tokens]))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+def test_a_parametrized_layer_is_refused(recipe):
+    net = convert(mlp, recipe)
+    nn.utils.parametrizations.weight_norm(net[0])
+    message = r"torch\.export: another tensor is at the weight of layer 0\.0, such as"
+    with pytest.raises(NotImplementedError, match=message):
+        torch.export.export(net, (X,), strict=False)
+    plain = ht.plain_(copy.deepcopy(net))
+    assert torch.equal(torch.export.export(plain, (X,)).module()(X), plain(X))

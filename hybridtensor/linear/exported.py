@@ -12,8 +12,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from hybridtensor.linear.operands import layer_of
 from hybridtensor.ops.autograd import Ctx, Function
 from hybridtensor.ops.library import define, implement_autograd
+from hybridtensor.state import LayerState
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 from hybridtensor.subclasses.wrapper import WrapperTensor
@@ -84,11 +86,19 @@ def without_gradient(out: Tensor, *of: Tensor | None) -> Tensor:
     return result
 
 
+def require_own_weight(state: LayerState) -> None:
+    """Raise NotImplementedError where a layer is exported while a plain tensor is at its weight."""
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            f"torch.export: another tensor is at the weight of {layer_of(state)}, such as what a parametrization "
+            "computes; call plain_ on a copy of the model"
+        )
+
+
 def as_exported(weight: W) -> W:
     """Return a weight, such as a view, of inner tensors that ``torch.export`` follows as the weight's."""
-    inner_of = (
-        torch.ops.export.access_subclass_inner_tensor
-    )  # private; what a program reads them by
+    # Private; what a program reads the inner tensors of a parameter by
+    inner_of = torch.ops.export.access_subclass_inner_tensor
     names, metadata = weight.__tensor_flatten__()
     inner = {name: inner_of(weight, name) for name in names}
     inner = {n: as_exported(t) if isinstance(t, WrapperTensor) else t for n, t in inner.items()}

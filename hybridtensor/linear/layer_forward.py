@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from hybridtensor.dtensor import local
+from hybridtensor.linear.exported import require_own_weight
 from hybridtensor.linear.function import linear, require_plain_autograd
 from hybridtensor.linear.kinds import is_listed
 from hybridtensor.linear.operands import WEIGHTS
@@ -174,8 +175,7 @@ class LayerForward:
             _require_ranks(state)
             _require_cuttable(layer, state)
             if self.inner is None and _is_linear(layer):
-                bias: Any = layer._parameters["bias"]
-                return sharded_linear(_input(*args, **kwargs), weight, bias)
+                return sharded_linear(_input(*args, **kwargs), weight, layer.bias)  # type: ignore[arg-type]
             with _ShardedLinearMode():
                 return self.run(layer, args, kwargs)
         # Another class's tensor: functional_call, weight_norm, a parametrization.
@@ -281,9 +281,9 @@ class _ShardedLinearMode(TorchFunctionMode):
 def _with_recipe(forward: LayerForward, layer: nn.Module, args: Args, kwargs: Kwargs) -> object:
     """Run a layer's forward while another class's tensor is at its weight."""
     require_plain_autograd()
+    require_own_weight(layer.__dict__[_RECIPE].state)
     with parametrize.cached():
-        # computed now, by a parametrization, not while its products are watched
-        weight: Any = layer.weight
+        weight: Any = layer.weight  # computed now, not while its products are watched
         with _RecipeMode(layer, weight):
             return forward.run(layer, args, kwargs)
 
