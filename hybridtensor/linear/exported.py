@@ -81,7 +81,7 @@ def _of_wrappers(func: Func, args: Args, kwargs: Kwargs) -> object:
 
 
 def without_gradient(out: Tensor, *of: Tensor | None) -> Tensor:
-    """Return what an exported program computes of operands, a gradient of any of which raises NotImplementedError."""
+    """Return ``out``, computed of operands, a gradient of any of which raises NotImplementedError as exported."""
     result: Tensor = _WITHOUT_GRADIENT(out, [operand for operand in of if operand is not None])
     return result
 
