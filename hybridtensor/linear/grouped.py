@@ -10,12 +10,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.types import IntLikeType
 
 from hybridtensor.arguments import require_tensor
 from hybridtensor.linear.function import quantized_linear, require_plain_autograd
 from hybridtensor.linear.operands import Weight, is_transposed
 from hybridtensor.ops import Groups
-from hybridtensor.ops.library import autocasts
+from hybridtensor.ops.library import autocasts, is_traced
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import ROLES
 from hybridtensor.subclasses import HybridTensor
@@ -58,6 +59,9 @@ def grouped_linear(input: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     _check(input, weight, ends)
     _check_layout(weight)
     _check_first(weight)
+    if is_traced():
+        # Not every compiler checks what ``_are`` assumes; this raises for another number when the graph runs.
+        ends = ends.view(weight.shape[0])
     groups = Groups(weight.shape[0], ends, step_of(weight.recipe), weight.record.first or 0)
     return quantized_linear(input, weight, None, dtype, groups=groups)
 
@@ -83,20 +87,25 @@ def _check(input: Tensor, weight: Weight, ends: Tensor) -> None:
             f"grouped_mm: tokens [T, K] and weights [E, N, K] are required, got {tuple(input.shape)} and "
             f"{tuple(weight.shape)} (as F.linear takes them); sort tokens by expert, see quantize_'s transposed"
         )
-    told = f"int32 offsets [{weight.shape[0]}], one for each expert, are required"
-    one_each = ends.dim() == 1 and ends.shape[0] == weight.shape[0]
-    if isinstance(
-        one_each, torch.SymBool
-    ):  # offsets that are counted in the graph, which checks it when it runs
-        torch._check(one_each, lambda: f"grouped_mm: {told}")
-        one_each = True
-    if ends.dtype != torch.int32 or not one_each:
-        raise ValueError(f"grouped_mm: {told}, got {ends.dtype} {list(ends.shape)}")
+    if ends.dtype != torch.int32 or ends.dim() != 1 or not _are(ends.shape[0], weight.shape[0]):
+        raise ValueError(
+            f"grouped_mm: int32 offsets [{weight.shape[0]}], one for each expert, are required, got "
+            f"{ends.dtype} {list(ends.shape)}"
+        )
     if not input.device == weight.device == ends.device:
         raise ValueError(
             "grouped_mm: operands on one device are required, got tokens on "
             f"{input.device}, weights on {weight.device} and offsets on {ends.device}; move them"
         )
+
+
+def _are(count: IntLikeType, experts: int) -> bool:
+    """Return whether there are as many offsets as experts; assume it of a number that is known when a graph runs."""
+    alike = count == experts
+    if isinstance(alike, torch.SymBool):
+        torch._check(alike)
+        return True
+    return alike
 
 
 def _check_layout(weight: Weight) -> None:
