@@ -260,6 +260,20 @@ def test_every_way_to_write_the_product(spec, persistent):
     assert torch.equal(batched, expected[0])
 
 
+@pytest.mark.parametrize("shape", [(6, 32), (32,)], ids=["tokens", "one token"])
+@pytest.mark.parametrize("how", [lambda x, w: x @ w[5], lambda x, w: x @ w.unbind()[5], lambda x, w: w[5] @ x.t()])
+def test_a_row_of_a_weight_is_a_layer_with_one_feature(how, shape):
+    converted, _ = layer("fp8")
+    w, x, found = converted.weight, random_tensor(*shape, seed=1), []
+    for multiply in (how, lambda x, w: F.linear(x, w[5:6])[..., 0]):
+        w.grad, leaf = None, x.clone().requires_grad_()
+        y = multiply(leaf, w)
+        y.sum().backward()
+        found.append((y.detach(), leaf.grad, w.grad))
+    for got, expected in zip(*found, strict=True):
+        assert torch.equal(got, expected)
+
+
 def test_an_input_quantized_before_is_used_as_it_is():
     converted, _ = layer("fp8")
     x, g = random_tensor(6, 32, seed=1), random_tensor(6, 48, seed=2)

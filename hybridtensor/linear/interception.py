@@ -202,17 +202,20 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
             observe_read(weight, "a product of two weights")
         return torch.matmul(_read(_Values, left), _read(_Values, right))
     if is_weight(right):
-        return _times(left, right.transpose(-2, -1))
+        return _times(left, right if right.dim() == 1 else right.transpose(-2, -1))
     require_kind("matmul", "a tensor right of a weight", right, Tensor)
     if right.dim() == 1:
         return _times(right, left)
+    found = _times(right.transpose(-2, -1), left)
     # Contiguous, as what ``torch.matmul`` returns: callers take views of it.
-    return _times(right.transpose(-2, -1), left).transpose(-2, -1).contiguous()
+    return found if left.dim() == 1 else found.transpose(-2, -1).contiguous()
 
 
 def _times(input: Tensor, weight: Weight) -> Tensor:
     # Every attribute of a weight would pass through its torch function
     with torch._C.DisableTorchFunctionSubclass():
+        if weight.dim() == 1:  # a row of a layer's weight
+            return linear(input, weight[None]).squeeze(-1)  # type: ignore[arg-type]
         return batched_linear(input, weight) if weight.dim() == 3 else linear(input, weight)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, SupportsIndex
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridtensor.arguments import require_flag, require_tensor
 from hybridtensor.graph_caches import SOURCES
@@ -231,7 +231,8 @@ class WrapperTensor(Tensor):
         with torch.no_grad():
             new = self.clone()
         new.requires_grad_(self.requires_grad)
-        if self.grad is not None:
+        # A copy of a parameter has no gradient: ``nn.Parameter.__deepcopy__``, which this one replaces, copies none.
+        if self.grad is not None and not isinstance(self, nn.Parameter):
             new.grad = copy.deepcopy(self.grad, memo)
         new._take_attributes(copy.deepcopy(self._user_attributes(), memo))
         memo[id(self)] = new

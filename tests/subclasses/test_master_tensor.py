@@ -273,6 +273,24 @@ def test_pickle_save_and_deepcopy(dtype):
     assert torch.equal(torch.load(buffer, weights_only=True)["w"].master, w.master)
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", [nn.Parameter, torch.detach], ids=["parameter", "tensor"])
+def test_deepcopy_copies_a_gradient_where_torch_does(persistent, kind):
+    """As of plain tensors: a copy of a parameter has no gradient, a copy of any other leaf has one of its own."""
+    layer = ht.quantize_(nn.Linear(16, 16), "fp8", persistent=persistent)
+    for tensor in (kind(torch.randn(16, 16)), kind(layer.weight)):
+        tensor.requires_grad_().grad = torch.ones(16, 16)
+        copied = copy.deepcopy(tensor)
+        assert tensor.grad is not None
+        assert copied.requires_grad
+        assert type(copied) is type(tensor)
+        if kind is nn.Parameter:
+            assert copied.grad is None
+        else:
+            assert torch.equal(copied.grad, tensor.grad)
+            assert copied.grad is not tensor.grad
+
+
 def test_swap_tensors_exchanges_class_and_payload():
     w, plain = nn.Parameter(weight()), nn.Parameter(torch.ones(6, 8))
     value = w.master.clone()
