@@ -25,7 +25,7 @@ LAYERS = [
     "__main__", "verify", "former_names", "public", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
-    "op_table", "observing", "wrapper", "structure", "high_precision", "face_cache", "record", "intercepting",
+    "op_table", "observing", "wrapper", "structure", "high_precision", "face_cache", "record", "owners", "intercepting",
     "common_scale", "quantized_tensor", "identity_tensor", "sharded_face", "faces", "hybrid_tensor",
     "followers", "quantized_when_used", "master_tensor", "quantizing", "operators",
 ]  # fmt: skip

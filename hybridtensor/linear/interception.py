@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TypeGuard, TypeVar
 
@@ -9,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hybridtensor.arguments import require_kind
-from hybridtensor.linear.exported import without_gradient
 from hybridtensor.linear.function import linear
 from hybridtensor.linear.grouped import batched_linear, grouped_linear
 from hybridtensor.linear.operands import Weight
 from hybridtensor.linear.tensor_parallel import require_own_tokens
+from hybridtensor.linear.values import read, values_of
 from hybridtensor.ops.autograd import Function
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.intercepting import InterceptingTensor, name_of_weights
@@ -42,6 +43,46 @@ def intercept(*functions: Func) -> Callable[[T], T]:
         return handler
 
     return add
+
+
+def intercept_products(*functions: Func) -> Callable[[T], T]:
+    """Return a decorator as ``intercept`` does, of products; those with weights of no layer (adapters) stay plain."""
+
+    def add(handler: T) -> T:
+        @functools.wraps(handler)
+        def handle(func: Func, args: Args, kwargs: Kwargs) -> object:
+            if any(map(_is_of_no_layer, args)) or any(map(_is_of_no_layer, kwargs.values())):
+                args, kwargs = tree_map(_values_of_no_layer, (args, kwargs))
+                return func(*args, **kwargs)
+            return handler(func, args, kwargs)
+
+        intercept(*functions)(handle)
+        return handler
+
+    return add
+
+
+def _is_of_no_layer(value: object) -> bool:
+    """Return whether an operand is, or contains, a weight of no layer."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_of_no_layer, value))
+    return is_weight(value) and value.is_of_no_layer
+
+
+def _values_of_no_layer(value: object) -> object:
+    """Return the values of a weight of no layer, and anything else as it is.
+
+    Raises:
+        NotImplementedError: If it was made of a persistent weight, and stores quantized values only.
+    """
+    if not is_weight(value) or not value.is_of_no_layer:
+        return value
+    if isinstance(value, HybridTensor):
+        raise NotImplementedError(
+            f"linear: {value!r} was made of a persistent weight by new_zeros, new_empty or empty_like, and is not its "
+            "layer's; it stores quantized values only: make parameters of adapters by torch.zeros or torch.empty"
+        )
+    return values_of(value)
 
 
 def default(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
@@ -115,7 +156,7 @@ def _require_only_operands(who: str, others: Kwargs) -> None:
             )
 
 
-@intercept(F.linear)
+@intercept_products(F.linear)
 def _f_linear(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
     if getattr(operands["weight"], "config", None) is None:
@@ -125,18 +166,6 @@ def _f_linear(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         if isinstance(operands["input"], HybridTensor):
             require_own_tokens(operands["input"])
         return linear(**operands)
-
-
-class _Values(Function):
-    """Autograd function from a weight to its high-precision data; the gradient is the weight's."""
-
-    @staticmethod
-    def forward(ctx: object, weight: Weight) -> Tensor:
-        return weight.dequantize().detach()
-
-    @staticmethod
-    def backward(ctx: object, grad_output: Tensor) -> Tensor:
-        return grad_output
 
 
 class _Rows(Function):
@@ -150,11 +179,6 @@ class _Rows(Function):
     @staticmethod
     def backward(ctx: object, grad_output: Tensor) -> Tensor:
         return grad_output
-
-
-def _read(function: type[Function], weight: Weight) -> Tensor:
-    values: Tensor = function.apply(weight)
-    return without_gradient(values, weight) if torch.compiler.is_exporting() else values
 
 
 @HybridTensor.functions.register(F.embedding)
@@ -179,11 +203,11 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
             "holds, too; leave the layer with this weight out of quantize_"
         )
     with torch._C.DisableTorchFunctionSubclass():
-        operands["weight"] = _read(_Rows, weight)
+        operands["weight"] = read(_Rows, weight)
         return F.embedding(**operands)
 
 
-@intercept(
+@intercept_products(
     torch.mm, torch.matmul, torch.linalg.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__,
 )  # fmt: skip
 def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
@@ -200,7 +224,7 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     if is_weight(left) and is_weight(right):
         for weight in (left, right):
             observe_read(weight, "a product of two weights")
-        return torch.matmul(_read(_Values, left), _read(_Values, right))
+        return torch.matmul(values_of(left), values_of(right))
     if is_weight(right):
         return _times(left, right if right.dim() == 1 else right.transpose(-2, -1))
     require_kind("matmul", "a tensor right of a weight", right, Tensor)
@@ -219,7 +243,7 @@ def _times(input: Tensor, weight: Weight) -> Tensor:
         return batched_linear(input, weight) if weight.dim() == 3 else linear(input, weight)
 
 
-@intercept(torch.addmm, Tensor.addmm)
+@intercept_products(torch.addmm, Tensor.addmm)
 def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     (bias, left, right), others = _operands(("input", "mat1", "mat2"), args, kwargs)
     if not is_weight(right) and not is_weight(left):
@@ -232,7 +256,7 @@ def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return out
 
 
-@intercept(torch._grouped_mm)
+@intercept_products(torch._grouped_mm)
 def _grouped_mm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Multiply tokens sorted by expert: ``F.grouped_mm`` calls it."""
     (left, right, ends), others = _operands(("self", "mat2", "offs"), args, kwargs)
@@ -250,10 +274,10 @@ def intercept_others() -> None:
     for library, name in _GROUPED_OF_OTHERS:
         operator = getattr(getattr(torch.ops, library), name, None)
         if operator is not None and operator not in MasterWeight.functions.handlers:
-            intercept(operator)(_grouped_mm)
+            intercept_products(operator)(_grouped_mm)
 
 
-@intercept(torch.bmm, Tensor.bmm)
+@intercept_products(torch.bmm, Tensor.bmm)
 def _bmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     (left, right), others = _operands(("input", "mat2"), args, kwargs)
     if not is_weight(left) and not is_weight(right):
@@ -262,7 +286,7 @@ def _bmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return _of_stack(left, right, None)
 
 
-@intercept(
+@intercept_products(
     torch.einsum, torch.tensordot, torch.inner, torch.addmv, torch.baddbmm, torch.addbmm, torch.chain_matmul,
     torch.linalg.multi_dot, F.bilinear, Tensor.inner, Tensor.addmv, Tensor.baddbmm, Tensor.addbmm,
 )  # fmt: skip

@@ -33,7 +33,7 @@ from hybridtensor.linear.exported import require_own_weight
 from hybridtensor.linear.function import linear, require_plain_autograd
 from hybridtensor.linear.kinds import is_listed
 from hybridtensor.linear.operands import WEIGHTS
-from hybridtensor.linear.owners import go_by, set_owner
+from hybridtensor.linear.owners import go_by
 from hybridtensor.linear.tensor_parallel import sharded_linear
 from hybridtensor.linear.uses import Uses
 from hybridtensor.ops.autograd import Function
@@ -43,6 +43,7 @@ from hybridtensor.state import LayerState
 from hybridtensor.subclasses import MasterWeight
 from hybridtensor.subclasses.observing import observers
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
+from hybridtensor.subclasses.owners import set_owner
 
 _RECIPE = "_hybridtensor_recipe"
 STACKS = "_hybridtensor_stacks"

@@ -26,11 +26,12 @@ from hybridtensor.linear.layer_forward import (
     required_layer,
 )
 from hybridtensor.linear.operands import WEIGHTS
-from hybridtensor.linear.owners import go_by, set_owner
+from hybridtensor.linear.owners import go_by
 from hybridtensor.ops.library import outside_graphs
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState
 from hybridtensor.subclasses.op_table import Args, Kwargs
+from hybridtensor.subclasses.owners import set_owner
 
 
 def set_stack_recipe(

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from hybridtensor.ops import Groups
 from hybridtensor.state import Context, LayerState, StateTensors
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
+from hybridtensor.subclasses.owners import has, owner_of
 from hybridtensor.subclasses.record import WeightRecord
 from hybridtensor.subclasses.wrapper import Attributes, Metadata, Size, Stride, WrapperTensor
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from hybridtensor.recipes.config import HybridConfig
 
 _STATE_NAMES = ("state_rounding", "state_encode_scale", "state_amax_address", "state_common_amax")
+_NEW = ("of no layer",)  # in place of a state, for a graph
 
 _GRAD: Any = torch._C.TensorBase.grad  # torch's getter and setter
 
@@ -155,6 +157,18 @@ class InterceptingTensor(WrapperTensor):
             _GRAD.__delete__(self)
 
     @property
+    def is_of_no_layer(self) -> bool:
+        """Whether this was made of a layer's weight by a factory, such as ``new_zeros``, and is not that layer's: its
+        products stay plain, as of an adapter that is made so."""
+        record = self.record
+        if not record.is_new:
+            return False
+        if isinstance(record.layer, LayerState):
+            owner = owner_of(record.layer)
+            record.is_new = owner is None or not has(owner, record)
+        return record.is_new
+
+    @property
     def state(self) -> StateTensors | None:
         """The tensors of the layer's state that quantizing needs."""
         layer = self.record.layer
@@ -198,7 +212,7 @@ class InterceptingTensor(WrapperTensor):
         ):
             return known.result
         result = super().__tensor_flatten__()
-        if state is not None:
+        if state is not None and not record.is_new:
             self._flattened = _Flattened(state, self.config, record.first, is_set, result)
         return result
 
@@ -210,6 +224,8 @@ class InterceptingTensor(WrapperTensor):
         """See ``WrapperTensor.carried``: tensors of the layer's state, without its name, so that equal layers share
         graphs."""
         layer, state = self.record.layer, self.state
+        if self.is_of_no_layer:
+            return [], _NEW
         if state is None:
             return [], None
         if isinstance(layer, LayerState):
@@ -224,7 +240,8 @@ class InterceptingTensor(WrapperTensor):
         return names, (state.slots, state.rank, state.transposed, self.record.first)
 
     def take_carried(self, tensors: dict[str, Tensor], meaning: Metadata | None) -> None:
-        if meaning is not None:
+        self.record.is_new = meaning == _NEW
+        if meaning is not None and meaning != _NEW:
             slots, rank, transposed, self.record.first = meaning
             rounding, encode_scale, address, common = (tensors.get(name) for name in _STATE_NAMES)
             self.record.layer = StateTensors(
@@ -307,11 +324,14 @@ class InterceptingTensor(WrapperTensor):
         attributes = super()._user_attributes()
         if isinstance(self, nn.Parameter) and self.record.layer is not None:
             attributes["layer"] = self.record.layer
+        if self.record.is_new:
+            attributes["is_new"] = True
         return attributes
 
     def _take_attributes(self, attributes: Attributes) -> None:
         own = dict(attributes)
         self.record.layer = own.pop("layer", self.record.layer)
+        self.record.is_new = own.pop("is_new", False)
         super()._take_attributes(own)
 
     @property

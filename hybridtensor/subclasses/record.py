@@ -65,6 +65,8 @@ class WeightRecord:
         section: This rank's section of the layer under tensor parallelism; None is all of it.
         cut: The spec of the DTensor that the section was worked out for, and the section; None if it came otherwise.
         first: Number of this rank's first expert of a stack; None if unknown.
+        is_new: Whether a factory, such as ``new_zeros``, made this of a weight, and no layer was seen to have it since;
+            see ``InterceptingTensor.is_of_no_layer``.
         changes: Count of counted writes, and of moments at which an alias may have written: each invalidates faces.
         writes: Writes that handlers counted.
         written_on: CUDA stream of the last write, 0 on a CPU; None if unknown.
@@ -93,6 +95,7 @@ class WeightRecord:
         "for_products",
         "gathered",
         "is_held_elsewhere",
+        "is_new",
         "layer",
         "readers",
         "replayed",
@@ -113,6 +116,7 @@ class WeightRecord:
         self.section: Section | None = None
         self.cut: tuple[object, Section] | None = None
         self.first: int | None = None
+        self.is_new = False
         self.changes = self.writes = self.compiled_writes = 0
         self.replayed = False
         self.written_on: int | None = None
@@ -129,14 +133,14 @@ class WeightRecord:
         """Return a record of the same weight with other values, not shared with existing aliases."""
         made = WeightRecord(self.layer)
         made.values, made.shard, made.gathered = values, self.shard, self.gathered
-        made.section, made.first = self.section, self.first
+        made.section, made.first, made.is_new = self.section, self.first, self.is_new
         return made
 
     def successor(self) -> WeightRecord:
         """Return a record of the weight with other memory, not shared with existing aliases."""
         made = WeightRecord(self.layer)
         made.changes, made.writes = self.changes + 1, self.writes + 1
-        made.section, made.first = self.section, self.first
+        made.section, made.first, made.is_new = self.section, self.first, self.is_new
         return made
 
     def mark_written(self, captured: bool) -> None:

@@ -64,6 +64,8 @@ PLAIN_LIKE = {
     aten.full_like.default: lambda x: torch.full_like(x, 3.0),
     aten.rand_like.default: torch.rand_like,
     aten.randn_like.default: torch.randn_like,
+    aten.new_full.default: lambda x: x.new_full(x.shape, 3.0),
+    aten.new_ones.default: lambda x: x.new_ones(x.shape),
 }
 NEW = {
     aten.empty_like.default: lambda x: torch.empty_like(x),

@@ -24,6 +24,8 @@ PLAIN_LIKE = (
     aten.full_like.default,
     aten.rand_like.default,
     aten.randn_like.default,
+    aten.new_full.default,
+    aten.new_ones.default,
 )
 
 

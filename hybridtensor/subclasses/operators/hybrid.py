@@ -88,6 +88,9 @@ def _turned(tensor: T) -> T:
 _COPIES = (aten.clone.default, aten._pin_memory.default, aten._to_copy.default)
 
 
+_FACTORIES = (aten.new_zeros.default, aten.new_empty.default, aten.empty_like.default)
+
+
 @table.register(*_COPIES, aten.new_zeros.default, aten.empty_like.default)
 def _both_faces_and_original(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
     def copy(tensor: T) -> T:
@@ -99,6 +102,7 @@ def _both_faces_and_original(func: Func, args: Args, kwargs: Kwargs) -> HybridTe
     if x.record.values is not None:
         made.record.values = x.high_precision.copied(copy, x.taken, same=func in _COPIES)
     made.is_saved = x.is_saved and func in _COPIES
+    made.record.is_new = func in _FACTORIES or x.record.is_new
     return made
 
 
@@ -108,14 +112,16 @@ def _views(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
 
 
 @table.register(aten.new_empty.default)
-def _both_faces(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
+def _empty_faces(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
     # Private in FSDP2: ``_chunk_with_empty`` makes the shards of ranks without rows by ``new_empty(0)``.
     if func is aten.new_empty.default and args[0].config is not None and tuple(args[1]) == (0,):
         raise ValueError(
             "fully_shard: a persistent weight has fewer rows than there are ranks, with shards "
             f"{tuple(args[0].shape)}; leave it out of quantize_, or use fewer ranks"
         )
-    return _on_faces(args[0], lambda face: func(face, *args[1:], **kwargs))
+    made = _on_faces(args[0], lambda face: func(face, *args[1:], **kwargs))
+    made.record.is_new = True
+    return made
 
 
 @table.register(aten.is_pinned.default)

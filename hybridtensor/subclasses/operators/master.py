@@ -35,10 +35,11 @@ VIEWS = [
     aten.unbind.int, aten.unsqueeze.default, aten.view.default, aten._unsafe_view.default,
 ]  # fmt: skip
 
-COPIES = [
-    aten.clone.default, aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default,
-    aten.new_zeros.default, aten._pin_memory.default, aten._to_copy.default,
+FACTORIES = [
+    aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default, aten.new_zeros.default,
 ]  # fmt: skip
+
+COPIES = [aten.clone.default, aten._pin_memory.default, aten._to_copy.default, *FACTORIES]
 
 COLLECTIVES = [
     getattr(torch.ops.c10d, name).default
@@ -85,7 +86,12 @@ def _view(func: Func, args: Args, kwargs: Kwargs) -> MasterWeight | list[MasterW
 @table.register(*COPIES)
 def _copy(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     out = _run(func, args, kwargs)
-    return MasterWeight(out, args[0].config).like(args[0]) if out.is_floating_point() else out
+    if not out.is_floating_point():
+        return out  # type: ignore[no-any-return]
+    made = MasterWeight(out, args[0].config).like(args[0])
+    # FSDP2 pads shards by factories, and ``to_empty`` allocates by one: hence weights, not plain tensors.
+    made.record.is_new = func in FACTORIES or args[0].record.is_new
+    return made
 
 
 @table.register(aten.set_data.default)

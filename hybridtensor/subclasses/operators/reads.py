@@ -25,6 +25,7 @@ _NAMES = """
     _local_scalar_dense log log1p log2 _log_softmax logical_and logical_not logical_or
     logical_xor logsumexp lt masked_fill masked_select max maximum mean median min minimum mode
     mse_loss mul mv nan_to_num nanmean nanmedian nansum native_dropout native_layer_norm ne neg
+    new_full new_ones
     nonzero norm ones_like pow prod put quantile rand_like randint_like randn_like reciprocal
     relu remainder renorm repeat roll rot90 round rsqrt rsub scatter scatter_add sigmoid sign
     signbit silu sin smooth_l1_loss _softmax softplus sort sqrt square stack std std_mean sub

@@ -1,0 +1,128 @@
+"""What factories (``new_zeros`` and others) make of a converted weight: adapters of it are plain, weights of layers are
+not."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from saving import through_a_file
+from tiers import covered
+from torch import nn
+
+import hybridtensor as ht
+
+FACTORIES = {
+    "new_zeros": lambda w, *shape: w.new_zeros(shape), "new_empty": lambda w, *shape: w.new_empty(shape),
+    "new_ones": lambda w, *shape: w.new_ones(shape), "new_full": lambda w, *shape: w.new_full(shape, 0.5),
+    "new_empty_strided": lambda w, *shape: w.new_empty_strided(shape, (shape[1], 1)),
+    "a part of empty_like": lambda w, *shape: torch.empty_like(w)[: shape[0], : shape[1]],
+    "a copy": lambda w, *shape: copy.deepcopy(w.new_zeros(shape)),
+}  # fmt: skip
+RECIPES = ["bf16", "fp8", "fp8_delayed", "nvfp4"]
+WIDTH, RANK, STEPS = 32, 16, 2
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter that is written by hand."""
+
+    def __init__(self, layer, make):
+        super().__init__()
+        self.layer, w = layer, layer.weight
+        self.down, self.up = (nn.Parameter(make(w, *shape)) for shape in ((RANK, WIDTH), (WIDTH, RANK)))
+        with torch.no_grad():
+            for weight in (self.down, self.up):
+                weight.copy_(torch.randn(weight.shape))
+        self.down.data = self.down.data / 8
+
+    def forward(self, x):
+        return self.layer(x) + F.linear(x @ self.down.t(), self.up)
+
+
+def trained(recipe, make, compiled=False):
+    """Return losses, trained parameters, and the state of the layer."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = Adapted(ht.quantize_(nn.Sequential(nn.Linear(WIDTH, WIDTH)), recipe)[0], make)
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=1e-3), []
+    for _ in range(STEPS):
+        loss = run(torch.randn(16, WIDTH)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ht.step_(model)
+        found.append(loss.detach())
+    return [*found, *(ht.plain_(model).state_dict().values())]
+
+
+@pytest.mark.parametrize(("recipe", "factory", "compiled"), covered(RECIPES, list(FACTORIES), [False, True]))
+def test_an_adapter_made_of_the_weight_is_plain(recipe, factory, compiled):
+    """As one of ``torch.zeros``: its products, and the scales of the layer."""
+    expected = trained(recipe, lambda w, *shape: torch.zeros(shape), compiled)
+    for got, value in zip(trained(recipe, FACTORIES[factory], compiled), expected, strict=True):
+        assert torch.equal(got, value)
+
+
+E, N = 4, 16
+PRODUCTS = {
+    "einsum": lambda x, w: torch.einsum("etk,ekn->etn", x, w), "bmm": torch.bmm, "matmul": torch.matmul,
+    "tensordot": lambda x, w: torch.tensordot(x, w, dims=([2], [1])), "inner": lambda x, w: torch.inner(x, w[0].t()),
+    "grouped": lambda x, w: F.grouped_mm(x[0], w, offs=torch.tensor([2, 4, 4, 8], dtype=torch.int32)),
+    "list": lambda x, w: torch.linalg.multi_dot([x[0], w[0], w[1].t()]), "left": lambda x, w: w[0].t() @ x[0].t(),
+    "named": lambda x, w: F.linear(x, weight=w[0].t()), "addmm": lambda x, w: torch.addmm(x[0, :, :N], x[0], w[0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "compiled"), covered(list(PRODUCTS), [False, True]))
+def test_every_product_of_an_adapter_is_plain(name, compiled, fresh_compiler):
+    layer = ht.quantize_(nn.Linear(WIDTH, WIDTH).bfloat16(), "fp8_delayed")
+    x, product = torch.randn(E, 8, WIDTH, dtype=torch.bfloat16), PRODUCTS[name]
+    run, found = torch.compile(product, backend="aot_eager") if compiled else product, []
+    values = torch.randn(E, WIDTH, N)
+    for multiply, made in ((product, torch.empty(E, WIDTH, N).bfloat16()), (run, layer.weight.new_empty(E, WIDTH, N))):
+        weight = nn.Parameter(made)
+        with torch.no_grad():
+            weight.copy_(values)
+        y = multiply(x, weight)
+        y.backward(torch.ones_like(y))
+        found.append((y.detach(), weight.grad))
+    for got, expected in zip(*found, strict=True):
+        assert torch.equal(got, expected)
+    assert layer.quantization_state.amax.eq(0).all()
+
+
+@pytest.mark.parametrize("saved", [copy.deepcopy, functools.partial(through_a_file, weights_only=False)])
+def test_a_copy_of_the_model_has_such_adapters_too(saved):
+    model = Adapted(ht.quantize_(nn.Linear(WIDTH, WIDTH), "fp8"), FACTORIES["new_zeros"])
+    x = torch.randn(16, WIDTH)
+    other = saved(model)
+    assert torch.equal(other(x), model(x))
+    assert torch.equal(F.linear(x, other.down), F.linear(x, model.down.master))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", ["assigned", "to_empty", "data"])
+def test_a_weight_of_a_layer_is_quantized(how, compiled):
+    """Also where a factory made it of the layer's former weight."""
+    model, other = (ht.quantize_(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "fp8") for _ in range(2))
+    if how == "to_empty":
+        model.to_empty(device="cpu")
+    elif how == "assigned":
+        model[0].weight = nn.Parameter(model[0].weight.new_empty(WIDTH, WIDTH))
+    else:
+        model[0].weight.data = model[0].weight.new_empty(WIDTH, WIDTH)
+    model.load_state_dict(other.state_dict())
+    x = torch.randn(16, WIDTH)
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    assert torch.equal(run(x), other(x))
+    assert not torch.equal(run(x), ht.plain_(copy.deepcopy(other))(x))
+
+
+def test_a_persistent_weight_makes_no_adapters():
+    layer = ht.quantize_(nn.Linear(WIDTH, WIDTH), "fp8", persistent=True)
+    down = nn.Parameter(layer.weight.new_zeros(RANK, WIDTH))
+    with pytest.raises(NotImplementedError, match=r"made of a persistent weight by new_zeros.*torch\.zeros"):
+        F.linear(torch.randn(16, WIDTH), down)
+    assert type(layer.weight.new_ones(2)) is type(layer.weight.new_full((2,), 3.0)) is torch.Tensor
