@@ -231,3 +231,19 @@ def test_an_error_that_advice_adds_to_a_gradient_is_of_one_draw(gemm):
     off = _error(gemm, HybridConfig.parse("nvfp4+eden"), values)
     left, right = (values[role].t() if direction == "columnwise" else values[role] for role, direction in gemm[1:])
     assert 0.1 < (off.double().norm() / (left.double() @ right.double().t()).norm()).item() < 0.17
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize(("recipe", "persistent"), [("nvfp4+eden", False), ("quartet2", False), ("quartet2", True)])
+def test_signs_that_are_drawn_again_before_backward_raise(recipe, persistent, needs_grad):
+    """The weight's gradient was NaN; a skipped step draws none."""
+    model, (x, g) = layer(recipe, persistent=persistent), operands()
+    y, other = (model["up"](x.requires_grad_(needs_grad)) for _ in range(2))
+    ht.step_(model, skipped=True)
+    y.backward(g)
+    assert model["up"].weight.grad.isfinite().all()
+    ht.step_(model)
+    with pytest.raises(
+        RuntimeError, match=r"grad_weight: the random signs of layer up were drawn again .*call step_ after"
+    ):
+        other.backward(g)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._functorch import config as functorch
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+from torch._inductor.exc import InductorError
 from torch._inductor.utils import run_and_get_code
 
 import hybridtensor as ht
@@ -243,3 +244,12 @@ def test_memory_that_lasts_is_of_no_graph():
     ]
     assert pools[0] == pool
     assert pools[1] != pool
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_the_wrapper_in_cpp_is_refused_where_it_would_crash(recipe, fresh_compiler):
+    """Of operators that return one tensor in a list; torch's own crash so, too."""
+    model = ht.quantize_(nn.Sequential(nn.Linear(128, 128)).bfloat16(), recipe)
+    run = torch.compile(model, options={"cpp_wrapper": True})
+    with pytest.raises(InductorError, match=r"hybridtensor\..*a list of one tensor .* compile without it"):
+        run(torch.randn(32, 128, dtype=torch.bfloat16, requires_grad=True))

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor import ops
-from hybridtensor.linear.operands import Needs, Operand, faces_of
+from hybridtensor.linear.operands import Needs, Operand, faces_of, layer_of
 from hybridtensor.ops import Face, after
 from hybridtensor.ops.amaxes import ReturnedAmaxes, commit
 from hybridtensor.quantizers import tokens
@@ -34,6 +34,7 @@ from hybridtensor.subclasses.observing import (
     observers,
 )
 from hybridtensor.subclasses.operators.matmul import take_face
+from hybridtensor.subclasses.record import version_of
 from hybridtensor.subclasses.wrapper import WrapperTensor
 
 # The overload: looking it up in each call would take twice as long as the view
@@ -107,6 +108,7 @@ class Backward(NamedTuple):
     needs: Needs
     context: Context
     layer: object = None
+    draws: int = 0
 
     @classmethod
     def save(
@@ -120,7 +122,8 @@ class Backward(NamedTuple):
     ) -> tuple[Backward, list[Tensor]]:
         """Return the two products of backward, and the tensors that they need until then."""
         of_input = input.save()
-        backward = cls(input, weight, len(of_input), config, needs, context, layer)
+        draws = _draws(context.state)
+        backward = cls(input, weight, len(of_input), config, needs, context, layer, draws)
         return backward, [*of_input, *weight.save()]
 
     def graph_amaxes(self) -> list[Tensor]:
@@ -174,6 +177,8 @@ class Backward(NamedTuple):
             row, column = self.config.grad_output.faces(
                 grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype, context=context
             )
+            if column is not None and column.format.drawn_signs:
+                self._require_same_draws()
             if done is not None and any(
                 face is not None and not face.format.is_identity for face in (row, column)
             ):
@@ -200,6 +205,14 @@ class Backward(NamedTuple):
         # recipe.
         grad_bias = grad.sum(dim=0) if needs.bias else None
         return self._committed(Gradients(grad_input, grad_weight, grad_bias), done)
+
+    def _require_same_draws(self) -> None:
+        """Raise RuntimeError if ``step_`` ran since forward: input and gradient are rotated under other signs then."""
+        if _draws(self.context.state) != self.draws:
+            raise RuntimeError(
+                f"grad_weight: the random signs of {layer_of(self.context.state)} were drawn again between its forward "
+                "and backward; call step_ after backward"
+            )
 
     def _grad_weight(self, grad: Face, input: Face, dtype: torch.dtype, direct: bool) -> Tensor:
         """Return the weight's gradient ``[out, in]``, or of each expert, in the memory order of the parameter."""
@@ -237,6 +250,11 @@ class Backward(NamedTuple):
         if isinstance(self.layer, LayerState):
             self.layer.mark_backward(recorded=state.step_amax is not None)
         return None
+
+
+def _draws(state: StateTensors | None) -> int:
+    """Return a count of the changes of a layer's random numbers; 0 without any."""
+    return 0 if state is None or state.rounding is None else version_of(state.rounding)
 
 
 def plain_part(grad: Tensor) -> Tensor:

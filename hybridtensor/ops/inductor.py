@@ -91,6 +91,12 @@ def _register(name: str) -> None:
 
 def _lower(operator: Operator, *args: object, **kwargs: object) -> PyTree:
     made = DirectKernel.create(operator, *_by_position(operator, args, kwargs))
+    # AOTInductor calls operators otherwise, by their schemas.
+    if V.graph.cpp_wrapper and not V.graph.aot_mode and isinstance(made, list) and len(made) == 1:
+        raise NotImplementedError(
+            f"{operator}: Inductor's C++ wrapper (cpp_wrapper) takes a list of one tensor for a tensor, and the "
+            "process would crash; compile without it"
+        )
     return torch.utils._pytree.tree_map(
         lambda one: ir.TensorBox.create(one) if isinstance(one, ir.IRNode) else one, made
     )

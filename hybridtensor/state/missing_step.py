@@ -32,6 +32,7 @@ class _MissingStep:
             return
         if layer_states(model) != self._states:  # converted part by part, or made plain
             detect_missing_step(model)
+            training_of(model).lost.require_none(model, layer_states(model), at_once=True)
             return
         raise RuntimeError(
             f"step_: the recipes of {type(model).__name__} keep state, which must advance with the "

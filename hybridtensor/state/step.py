@@ -61,7 +61,8 @@ def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
     Raises:
         TypeError: If ``model`` is not a module, or ``skipped`` no bool.
         RuntimeError: If ranks have different scales or layers, on all of them. If a layer ran backward without
-            recording amaxes, or an amax is not finite (on a GPU, one of the next calls raises this).
+            recording amaxes, or an amax is not finite (on a GPU, one of the next calls raises this). If the model has
+            the weight of a converted layer that is not in it, whose state nothing advances.
     """
     require_module("step_", model)
     require_flag("step_", skipped=skipped)
@@ -71,6 +72,7 @@ def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
         return model
     # Before anything changes, so that an error leaves the step as it was.
     require_recorded(states)
+    training_of(model).lost.require_none(model, states)
     with torch.no_grad():
         every = list(dict.fromkeys(state.ranks for state in states))
         if not states and not training_of(model).steps:

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hybridtensor.ops.library import is_traced
 from hybridtensor.state.layer import LayerState
+from hybridtensor.state.lost import LostStates
 
 Callback = Callable[[nn.Module, Optimizer], None]
 """Called when an optimizer ended a step of a model."""
@@ -44,6 +45,7 @@ class Training:
         self.step_counts: tuple[Tensor, Callable[[], bool]] | None = None
         self.finite: Pending = []
         self.siblings: Pending = []
+        self.lost = LostStates()
         self._taken: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._holds: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = (
             weakref.WeakKeyDictionary()

@@ -1,0 +1,111 @@
+"""A module takes over the weight of a converted layer, which is dropped: its state must not stand still in silence."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hybridtensor as ht
+
+WIDTH = 32
+
+
+class Taking(nn.Module):
+    """Has the weight of a layer, and not the layer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+class Keeping(Taking):
+    """Has the layer, too."""
+
+    def __init__(self, layer):
+        super().__init__(layer)
+        self.layer = layer
+
+
+class OfPart(Taking):
+    """Has a parameter of its own with the same memory."""
+
+    def __init__(self, layer):
+        super().__init__(layer)
+        self.weight = nn.Parameter(layer.weight.detach())
+
+
+class Kind(nn.Linear):
+    """Another class of linear layers."""
+
+    def __init__(self, layer):
+        super().__init__(WIDTH, WIDTH)
+        self.weight, self.bias = layer.weight, layer.bias
+
+
+def model_of(recipe, kind, replaced=1, persistent=False):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    ht.quantize_(model, recipe, persistent=persistent)
+    for index in (2, 0)[:replaced]:
+        model[index] = kind(model[index])
+    return model
+
+
+def train(model, steps, compiled=False, advance=True):
+    optimizer = ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=1e-3)
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    for _ in range(steps):
+        run(torch.randn(16, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if advance:
+            ht.step_(model)
+
+
+LOST = r"step_: (0|2)\.weight is the weight of a converted layer \((0|2)\) that is not in the model.*keep the layer"
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+@pytest.mark.parametrize("kind", [Taking, OfPart, Kind])
+@pytest.mark.parametrize(
+    ("replaced", "persistent", "compiled"), [(1, False, False), (2, True, False), (2, False, True)]
+)
+def test_a_state_that_nothing_advances_raises(recipe, kind, replaced, persistent, compiled, fresh_compiler):
+    model = model_of(recipe, kind, replaced, persistent)
+    with pytest.raises(RuntimeError, match=LOST):
+        train(model, 3, compiled)
+
+
+def test_it_raises_if_the_layer_lives_elsewhere():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    ht.quantize_(model, "fp8_delayed")
+    train(model, 4)
+    layer, model[2] = model[2], Taking(model[2])
+    with pytest.raises(RuntimeError, match=LOST):
+        train(model, 3)
+    assert layer.quantization_state.steps == 4
+
+
+def test_it_raises_without_step_too():
+    """No layer with state is left in the model."""
+    with pytest.raises(RuntimeError, match=LOST):
+        train(model_of("fp8_delayed", Taking, replaced=2), 4, advance=False)
+
+
+@pytest.mark.parametrize(("recipe", "kind"), [("fp8_delayed", Keeping), ("fp8", Taking), ("bf16", Kind)])
+def test_a_state_in_the_model_or_none_is_fine(recipe, kind):
+    train(model_of(recipe, kind, replaced=2), 5)
+
+
+def test_a_weight_shared_with_another_model_goes_by_that_one():
+    first, second = (ht.quantize_(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "fp8_delayed") for _ in range(2))
+    second[0].weight = first[0].weight
+    x = torch.randn(16, WIDTH)
+    for _ in range(6):
+        for model in (second, first):
+            model(x).square().mean().backward()
+        ht.step_(second)
+        ht.step_(first)
+    assert first[0].quantization_state.amax_history.ne(0).any()
