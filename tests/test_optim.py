@@ -681,3 +681,35 @@ def test_averages_that_are_swapped_in_and_out_leave_masters_as_they_were(between
     swap()
     assert all(map(torch.equal, optimizer.masters().values(), before))
     assert all(map(torch.equal, [weight.dequantize() for weight in net.parameters()], faces))
+
+
+@pytest.mark.parametrize("what", ["step of the optimizer", "whole step"])
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8"])
+def test_compiled_steps_of_weights_of_several_shapes(recipe, what, fresh_compiler):
+    """Bitwise what eager code gives; Dynamo raised at the second shape."""
+
+    def trained(compiled):
+        torch.manual_seed(0)
+        net = ht.quantize_(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)), recipe, persistent=True)
+        optimizer = MasterWeights(torch.optim.SGD, net.parameters(), lr=0.1)
+
+        def backward(x):
+            net(x).square().mean().backward()
+
+        def update():
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def whole(x):
+            backward(x)
+            update()
+
+        if compiled and what == "whole step":
+            whole = torch.compile(whole, backend="aot_eager")
+        elif compiled:
+            update = torch.compile(update, backend="aot_eager")
+        for seed in range(3):
+            whole(torch.randn(32, 32, generator=torch.Generator().manual_seed(seed)))
+        return [*(p.dequantize() for p in net.parameters() if p.dim() == 2), *optimizer.masters().values()]
+
+    assert all(map(torch.equal, trained(True), trained(False)))

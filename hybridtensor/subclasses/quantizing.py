@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from hybridtensor import ops
 from hybridtensor.arguments import require_dtype, require_flag, require_float, wrong
 from hybridtensor.ops import Cast, Faces, Groups
-from hybridtensor.ops.library import is_traced
+from hybridtensor.ops.library import compiled_in_callers_only, is_traced
 from hybridtensor.quantizers import Quantizer, cast_plan, tokens
 from hybridtensor.quantizers.base import ALONE
 from hybridtensor.recipes.config import HybridConfig, weight_values
@@ -219,6 +219,7 @@ def refresh_(weight: HybridTensor, values: Tensor) -> None:
     refresh_all_([(weight, values)])
 
 
+@compiled_in_callers_only
 def refresh_all_(pairs: list[tuple[HybridTensor, Tensor]]) -> None:
     """Quantize new values into several weights, and requantize those with a common scale; see ``refresh_``."""
     pairs = _with_siblings(pairs)
