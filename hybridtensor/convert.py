@@ -28,7 +28,14 @@ from hybridtensor.common_scales import (
 from hybridtensor.distributed.checkpoint.undo import Undo, of_parts
 from hybridtensor.distributed.fsdp.hooks import part_of, remake_, reshard, sharded_as
 from hybridtensor.dtensor import with_local
-from hybridtensor.fitting import check_plan, check_signs, check_sizes, check_tied, check_weight
+from hybridtensor.fitting import (
+    check_owned,
+    check_plan,
+    check_signs,
+    check_sizes,
+    check_tied,
+    check_weight,
+)
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.linear.grouped import first_expert
 from hybridtensor.linear.interception import intercept_others
@@ -244,8 +251,8 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
         recipe: As for ``quantize_``.
 
     Raises:
-        ValueError: If the model has no converted weight, the recipe matches none of them, or layers with a tied weight
-            would get two recipes.
+        ValueError: If the model has no converted weight, the recipe matches none of them, layers with a tied weight
+            would get two recipes, or a module has the weight of a converted layer that is not in the model.
     """
     require_module("set_config_", model)
     layers = [layer for layer in layers_of(model) if layer.recipe is not None]
@@ -254,6 +261,7 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     plan = [step for step in choose(model, recipe, chosen) if step[0].name in converted]
     if not plan:
         raise ValueError("set_config_: the model has no quantized weights; call quantize_ first")
+    check_owned(model, layers)
     check_common_scales(plan)
     check_tied("set_config_", plan, layers)
     for layer, config in plan:

@@ -79,6 +79,24 @@ def check_tied(who: str, plan: Plan, layers: Iterable[Layer]) -> None:
             )
 
 
+def check_owned(model: nn.Module, layers: Iterable[Layer]) -> None:
+    """Raise ValueError for a weight that would keep its recipe, since its layer is not in the model."""
+    records = {getattr(part_of(layer.weight), "record", None) for layer in layers}
+    for name, parameter in model.named_parameters():
+        part = part_of(parameter)
+        if (
+            is_converted(part)
+            and part.config is not None
+            and not part.is_of_no_layer
+            and part.record not in records
+        ):
+            raise ValueError(
+                f"set_config_: {name} is the weight of a converted layer that is not in the model, and would keep its "
+                "recipe; keep the layer as a child of the module that uses its weight, or replace layers before "
+                "quantize_"
+            )
+
+
 def check_weight(layer: Layer, persistent: bool) -> None:
     """Raise unless the weight of a layer can be converted: TypeError, ValueError, or RuntimeError if something
     refers to it."""

@@ -99,6 +99,15 @@ def test_a_state_in_the_model_or_none_is_fine(recipe, kind):
     train(model_of(recipe, kind, replaced=2), 5)
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", [Taking, OfPart, Kind])
+def test_another_recipe_is_refused_where_a_weight_would_keep_its_own(kind, persistent):
+    model = model_of("fp8", kind, persistent=persistent)
+    with pytest.raises(ValueError, match=r"set_config_: 2\.weight is the weight of a converted layer that is not in"):
+        ht.set_config_(model, "bf16")
+    ht.set_config_(model_of("fp8", Keeping, persistent=persistent), "bf16")
+
+
 def test_a_weight_shared_with_another_model_goes_by_that_one():
     first, second = (ht.quantize_(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "fp8_delayed") for _ in range(2))
     second[0].weight = first[0].weight
