@@ -28,14 +28,7 @@ from hybridtensor.common_scales import (
 from hybridtensor.distributed.checkpoint.undo import Undo, of_parts
 from hybridtensor.distributed.fsdp.hooks import part_of, remake_, reshard, sharded_as
 from hybridtensor.dtensor import with_local
-from hybridtensor.fitting import (
-    check_owned,
-    check_plan,
-    check_signs,
-    check_sizes,
-    check_tied,
-    check_weight,
-)
+from hybridtensor.fitting import check_layers, check_plan, check_signs, check_sizes, check_weight
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.linear.grouped import first_expert
 from hybridtensor.linear.interception import intercept_others
@@ -261,9 +254,8 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     plan = [step for step in choose(model, recipe, chosen) if step[0].name in converted]
     if not plan:
         raise ValueError("set_config_: the model has no quantized weights; call quantize_ first")
-    check_owned(model, layers)
     check_common_scales(plan)
-    check_tied("set_config_", plan, layers)
+    check_layers(model, plan, layers)
     for layer, config in plan:
         check_sizes(layer, config)
         part = part_of(layer.weight)

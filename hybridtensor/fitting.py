@@ -79,8 +79,9 @@ def check_tied(who: str, plan: Plan, layers: Iterable[Layer]) -> None:
             )
 
 
-def check_owned(model: nn.Module, layers: Iterable[Layer]) -> None:
-    """Raise ValueError for a weight that would keep its recipe, since its layer is not in the model."""
+def check_layers(model: nn.Module, plan: Plan, layers: list[Layer]) -> None:
+    """Raise ValueError unless all of a model's weights get another recipe by their layers, tied ones the same."""
+    check_tied("set_config_", plan, layers)
     records = {getattr(part_of(layer.weight), "record", None) for layer in layers}
     for name, parameter in model.named_parameters():
         part = part_of(parameter)
