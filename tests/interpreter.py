@@ -15,6 +15,30 @@ import numpy as np
 _DTYPES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
 _DOT_DTYPES = {"bf16": ml_dtypes.bfloat16, "fp8e4nv": ml_dtypes.float8_e4m3fn, "fp8e5": ml_dtypes.float8_e5m2}
 
+_INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+_NUMBERS = _INTEGERS | {"fp16", "fp32", "fp64"}
+_OF_TWO = {
+    "__add__": (np.add, _NUMBERS),
+    "__radd__": (np.add, _NUMBERS),
+    "__sub__": (np.subtract, _NUMBERS),
+    "__mul__": (np.multiply, _NUMBERS),
+    "__rmul__": (np.multiply, _NUMBERS),
+    "__lt__": (np.less, _NUMBERS),
+    "__le__": (np.less_equal, _NUMBERS),
+    "__gt__": (np.greater, _NUMBERS),
+    "__ge__": (np.greater_equal, _NUMBERS),
+    "__eq__": (np.equal, _NUMBERS),
+    "__ne__": (np.not_equal, _NUMBERS),
+    "__and__": (np.bitwise_and, _INTEGERS | {"int1"}),
+    "__or__": (np.bitwise_or, _INTEGERS | {"int1"}),
+    "__xor__": (np.bitwise_xor, _INTEGERS | {"int1"}),
+    "__lshift__": (np.left_shift, _INTEGERS),
+    "__rshift__": (np.right_shift, _INTEGERS),
+    "minimum": (np.minimum, _NUMBERS),
+    "maximum": (np.maximum, _NUMBERS),
+}
+_FUNCTIONS_OF_TWO = {"minimum", "maximum"}
+
 
 def use():
     """Run kernels in the interpreter from now on, if Triton is there."""
@@ -109,7 +133,7 @@ def remember_types(core):
     def begin_once(self, element_ty, shape):
         if not hasattr(self, "numel"):
             begin(self, element_ty, shape)
-            self.numbers = {}  # see ask_less
+            self.numbers, self.sizes = {}, tuple(map(int, self.shape))  # see ask_less
             self.shown = core.constexpr(self.numel), core.tuple([core.constexpr(size) for size in self.shape])
 
     def ir_once(self, builder):
@@ -117,6 +141,8 @@ def remember_types(core):
             self.ir = to_ir(self, builder)
         return self.ir
 
+    equal = core.dtype.__eq__
+    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
     core.block_type.__new__, core.block_type.__init__, core.block_type.to_ir = one_of_each, begin_once, ir_once
     of_scalars = core.constexpr(1), core.tuple([])
 
@@ -153,6 +179,7 @@ def ask_less(interpreter):
     kernels call without two functions in between.
     """
     semantic, tensor = interpreter.interpreter_semantic, interpreter.tl.core.tensor
+    shorter = compute_at_once(interpreter)
     check, broadcast, of_scalars = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value, {}
 
     def check_unlike(lhs, rhs, *ways, **named_ways):
@@ -166,7 +193,8 @@ def ask_less(interpreter):
         return check(lhs, rhs, *ways, **named_ways)
 
     def beside(operand, number, first, ways, named_ways):
-        of_type, key = operand.type, (number.__class__, number, first, ways, *named_ways.items())
+        signed = number or repr(number)  # zeros are equal, and not alike
+        of_type, key = operand.type, (number.__class__, signed, first, ways, *named_ways.items())
         known = of_type.numbers if of_type.is_block() else of_scalars.setdefault(of_type.name, {})
         if key in known:
             data, dtype, type_ = known[key]
@@ -177,10 +205,16 @@ def ask_less(interpreter):
             known[key] = data, other.handle.dtype, other.type
         return made, other
 
+    def spread(scalar, block):
+        of_block, data = block.type.with_element_ty(scalar.dtype), np.broadcast_to(scalar.handle.data, block.type.sizes)
+        return tensor(interpreter.TensorHandle(data, scalar.dtype), of_block)
+
     def broadcast_unlike(lhs, rhs):
-        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values:
-            return lhs, rhs
-        return broadcast(lhs, rhs)
+        if not lhs.type.is_block():
+            return (spread(lhs, rhs), rhs) if rhs.type.is_block() else (lhs, rhs)
+        if not rhs.type.is_block():
+            return lhs, spread(rhs, lhs)
+        return (lhs, rhs) if lhs.type.sizes == rhs.type.sizes else broadcast(lhs, rhs)
 
     semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = check_unlike, broadcast_unlike
 
@@ -191,6 +225,119 @@ def ask_less(interpreter):
             kwargs["_semantic"] = semantic
             return function(*args, **kwargs)
 
-        scope.set_attr(obj, name, call)
+        scope.set_attr(obj, name, shorter(obj, name, call))
 
     interpreter._patch_attr = patch
+    to_tensor, device_function = semantic.to_tensor, interpreter.InterpretedFunction
+
+    def unless_tensor(x, *check_type):
+        return x if x.__class__ is tensor else to_tensor(x, *check_type)
+
+    def call_rewritten(self, *args, **kwargs):
+        if "rewritten" not in self.__dict__:
+            interpreter._patch_lang(self.fn)
+            self.rewritten = self.rewrite()
+        try:
+            return self.rewritten(*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    semantic.to_tensor, device_function.__call__ = unless_tensor, call_rewritten
+
+
+def compute_at_once(interpreter):
+    """Return what has numpy compute at once where Triton has said before of which type the result of such types is.
+
+    Operands of one type of element need no cast, and numpy broadcasts them as Triton does.
+    """
+    core, handle, dtype_of = interpreter.tl.core, interpreter.TensorHandle, interpreter._get_np_dtype
+    tensor, check = core.tensor, interpreter.interpreter_semantic.binary_op_type_checking_impl
+    numbers = {}
+
+    def array_beside(operand, number):
+        """Return a number as an array of the operand's type of element, or None if the two would become another."""
+        key = operand.dtype.name, number.__class__, number or repr(number)  # zeros are equal, but for their sign
+        if key not in numbers:
+            same, other = check(operand, number)
+            alike = same is operand and other.dtype == operand.dtype
+            numbers[key] = other.handle.data.reshape(-1)[:1] if alike else None
+        return numbers[key]
+
+    def known_before(compute, call):
+        """Compute arrays for the call, of operands of types that it was given before."""
+        known = {}
+
+        def computed(arrays, types, *args):
+            key = tuple(map(id, types))
+            if key in known:
+                result = compute(*arrays)
+                type_, dtype, _ = known[key]
+                return tensor(handle(result, type_.scalar), type_) if result.dtype is dtype else call(*args)
+            result = call(*args)
+            known[key] = result.type, dtype_of(result.dtype), types  # whose ids are theirs as long as they are kept
+            return result
+
+        return computed
+
+    def of_two(compute, elements, call):
+        computed = known_before(compute, call)
+
+        def operator(x, y, *ways, **named_ways):
+            if x.__class__ is tensor and x.dtype.name in elements and not ways and not named_ways:
+                if y.__class__ is tensor:
+                    if x.dtype.name == y.dtype.name:
+                        return computed((x.handle.data, y.handle.data), (x.type, y.type), x, y)
+                elif y.__class__ is int or y.__class__ is float:
+                    array = array_beside(x, y)
+                    if array is not None:
+                        return computed((x.handle.data, array), (x.type, y.__class__), x, y)
+            return call(x, y, *ways, **named_ways)
+
+        return operator
+
+    def choosing(call):
+        computed = known_before(np.where, call)
+
+        def where(condition, x, y, **_):
+            operand = x if x.__class__ is tensor else y
+            if operand.__class__ is tensor and operand.dtype.name in _NUMBERS and condition.__class__ is tensor:
+                arrays, types = [condition.handle.data], [condition.type]
+                for value in (x, y):
+                    if value.__class__ is tensor:
+                        array = value.handle.data if value.dtype.name == operand.dtype.name else None
+                        types.append(value.type)
+                    else:
+                        array = array_beside(operand, value) if value.__class__ in (int, float) else None
+                        types.append(value.__class__)
+                    arrays.append(array)
+                if condition.dtype.name == "int1" and arrays[1] is not None and arrays[2] is not None:
+                    return computed(arrays, types, condition, x, y)
+            return call(condition, x, y)
+
+        return where
+
+    def casting(call):
+        known = {}
+
+        def to(x, dtype, fp_downcast_rounding=None, bitcast=False, **_):
+            key = id(x.type), id(dtype), bitcast
+            if key in known and fp_downcast_rounding is None:
+                type_, np_dtype = known[key][:2]
+                data = x.handle.data.view(np_dtype) if bitcast else x.handle.data.astype(np_dtype)
+                return tensor(handle(data, type_.scalar), type_)
+            result = call(x, dtype, fp_downcast_rounding, bitcast)
+            both = {x.dtype.name, result.dtype.name}
+            if dtype.__class__ is core.dtype and result is not x and (bitcast is True or both <= _NUMBERS):
+                known[key] = result.type, dtype_of(result.dtype), x.type, dtype
+            return result
+
+        return to
+
+    def shorter(obj, name, call):
+        if name in (_OF_TWO if obj is tensor else _FUNCTIONS_OF_TWO):
+            return of_two(*_OF_TWO[name], call)
+        if obj is tensor and name == "to":
+            return casting(call)
+        return choosing(call) if name == "where" else call
+
+    return shorter
