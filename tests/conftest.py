@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tiers
 import torch
-from processes import seldom_collect_garbage
+from processes import seed_the_cpu_only, seldom_collect_garbage
 
 # Where tests share what takes long to start or compile: each in one worker; of a folder, each file, if there are many
 TOGETHER = (
@@ -55,8 +55,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    """Without a GPU of the CPU only: torch keeps every other seed for when there is one, each with a stack trace."""
-    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,6 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     seldom_collect_garbage()
+    seed_the_cpu_only()
     torch.set_num_threads(1 if hasattr(config, "workerinput") else 2)
     if hasattr(config, "workerinput"):  # what workers start has as few: more wait for each other, and spin meanwhile
         os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -35,6 +35,13 @@ def seldom_collect_garbage():
     gc.set_threshold(100_000, 20, 20)
 
 
+def seed_the_cpu_only():
+    """Without a GPU: torch keeps each seed for three kinds of devices until there is one, each with a stack trace."""
+    if not torch.cuda.is_available():
+        for devices in (torch.cuda, torch.xpu, torch.mtia):
+            devices.manual_seed_all = lambda seed: None
+
+
 def call(function, *args):
     """Return what a function of a test module, or of a helper, returns in a new process."""
     with context_for("cuda" if torch.cuda.is_available() else "cpu").Pool(1) as pool:
@@ -63,6 +70,7 @@ def check_devices(device, size):
 def join(rank, size, store, device):
     """Join the group as a rank; what is made without naming a device is on this rank's own."""
     torch.set_num_threads(1)
+    seed_the_cpu_only()
     torch.manual_seed(0)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=r"`torch\.jit", category=DeprecationWarning)  # torch's own, of Inductor

@@ -166,10 +166,11 @@ def result_of(call):
             stack.enter_context(contextlib.chdir(tempfile.mkdtemp(dir=FOLDER.name)))  # "nonsense" is a path, too
             call()
     except CLEAR as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        file = frame.f_code.co_filename
         told = f"{type(error).__name__}: {error}"
-        if not where.filename.startswith(PACKAGE):
-            return f"{told[:160]} (raised in {where.filename}:{where.lineno})"
+        if not file.startswith(PACKAGE):
+            return f"{told[:160]} (raised in {file}:{line})"
         return "clear error" if BEGINS.match(str(error)) else f"{told[:160]} (without who)"
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:160]}"
