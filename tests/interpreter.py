@@ -17,12 +17,19 @@ _DOT_DTYPES = {"bf16": ml_dtypes.bfloat16, "fp8e4nv": ml_dtypes.float8_e4m3fn, "
 
 _INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _NUMBERS = _INTEGERS | {"fp16", "fp32", "fp64"}
-_OF_TWO = {
-    "__add__": (np.add, _NUMBERS),
+_ADDING = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+_FUNCTIONS = {
+    **{name: (compute, _NUMBERS) for name, compute in _ADDING.items()},
+    "minimum": (np.minimum, _NUMBERS),
+    "maximum": (np.maximum, _NUMBERS),
+    "umulhi": (lambda x, y: (x.astype(np.uint64) * y >> 32).astype(np.uint32), {"uint32"}),
+}
+_OPERATORS = {
+    **{f"__{name}__": (compute, _NUMBERS) for name, compute in _ADDING.items()},
     "__radd__": (np.add, _NUMBERS),
-    "__sub__": (np.subtract, _NUMBERS),
-    "__mul__": (np.multiply, _NUMBERS),
     "__rmul__": (np.multiply, _NUMBERS),
+    "__floordiv__": (lambda x, y: (x - np.fmod(x, y)) // y, _INTEGERS),
+    "__mod__": (np.fmod, _INTEGERS),
     "__lt__": (np.less, _NUMBERS),
     "__le__": (np.less_equal, _NUMBERS),
     "__gt__": (np.greater, _NUMBERS),
@@ -34,10 +41,8 @@ _OF_TWO = {
     "__xor__": (np.bitwise_xor, _INTEGERS | {"int1"}),
     "__lshift__": (np.left_shift, _INTEGERS),
     "__rshift__": (np.right_shift, _INTEGERS),
-    "minimum": (np.minimum, _NUMBERS),
-    "maximum": (np.maximum, _NUMBERS),
 }
-_FUNCTIONS_OF_TWO = {"minimum", "maximum"}
+_PROMOTES = {np.add, np.subtract, np.multiply}  # integers, and numpy does as Triton, or the result is of another type
 
 
 def use():
@@ -144,11 +149,12 @@ def remember_types(core):
     equal = core.dtype.__eq__
     core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
     core.block_type.__new__, core.block_type.__init__, core.block_type.to_ir = one_of_each, begin_once, ir_once
-    of_scalars = core.constexpr(1), core.tuple([])
+    core.dtype.shown = core.constexpr(1), core.tuple([])
 
     def begin_tensor(self, handle, type):
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = type.shown if type.is_block() else of_scalars
+        self.handle, self.type = handle, type
+        self.numel, self.shape = type.shown
+        self.dtype = type.element_ty if type.__class__ is core.block_type else type
 
     core.tensor.__init__ = begin_tensor
 
@@ -243,6 +249,16 @@ def ask_less(interpreter):
             raise interpreter.InterpreterError(repr(error)) from error
 
     semantic.to_tensor, device_function.__call__ = unless_tensor, call_rewritten
+    widths = {}
+
+    def begin_handle(self, data, dtype, attr=None):
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if dtype.name not in widths:  # pointers are as wide as numbers are at most
+            widths[dtype.name] = 8 if dtype.is_ptr() else max(1, dtype.primitive_bitwidth // 8)
+        if data.itemsize > widths[dtype.name]:
+            raise ValueError(f"elements of {data.itemsize} bytes are not {dtype}")
+
+    interpreter.TensorHandle.__init__ = begin_handle
 
 
 def compute_at_once(interpreter):
@@ -283,17 +299,74 @@ def compute_at_once(interpreter):
         computed = known_before(compute, call)
 
         def operator(x, y, *ways, **named_ways):
-            if x.__class__ is tensor and x.dtype.name in elements and not ways and not named_ways:
+            if x.__class__ is tensor and not ways and (not named_ways or named_ways == unchecked):
+                name, y = x.dtype.name, y.value if y.__class__ is core.constexpr else y
                 if y.__class__ is tensor:
-                    if x.dtype.name == y.dtype.name:
+                    other = y.dtype.name
+                    if name == other and name in elements:
                         return computed((x.handle.data, y.handle.data), (x.type, y.type), x, y)
-                elif y.__class__ is int or y.__class__ is float:
+                    if compute in _PROMOTES and other in _INTEGERS:
+                        if name in _INTEGERS:
+                            return computed((x.handle.data, y.handle.data), (x.type, y.type), x, y)
+                        if compute is np.add and x.type is x.dtype and x.dtype.__class__ is core.pointer_type:
+                            return behind(x, y, call)
+                elif (y.__class__ is int or y.__class__ is float) and name in elements:
                     array = array_beside(x, y)
                     if array is not None:
                         return computed((x.handle.data, array), (x.type, y.__class__), x, y)
             return call(x, y, *ways, **named_ways)
 
         return operator
+
+    behinds, unchecked = {}, {"sanitize_overflow": False}
+
+    def behind(pointer, offset, call):
+        """Add an offset to one pointer: new types of pointers are made at each launch, blocks of them are not."""
+        key = pointer.dtype.name, id(offset.type)
+        if key not in behinds:
+            result = call(pointer, offset)
+            width = max(1, pointer.dtype.element_ty.primitive_bitwidth // 8)
+            behinds[key] = result.type, width, offset.type
+            return result
+        type_, width, _ = behinds[key]
+        data = pointer.handle.data + width * offset.handle.data.astype(np.uint64)
+        return tensor(handle(data, type_.scalar), type_)
+
+    def indexing(call):
+        known = {}
+
+        def getitem(x, slices, **_):
+            parts = slices.values if slices.__class__ is core.tuple else None
+            if parts is None or not all(part is None or part == slice(None) for part in parts):
+                return call(x, slices)
+            key = id(x.type), tuple([part is None for part in parts])
+            if key in known:
+                type_, index, _ = known[key]
+                return tensor(handle(x.handle.data[index], x.dtype), type_)
+            result = call(x, slices)
+            known[key] = result.type, tuple(parts), x.type
+            return result
+
+        return getitem
+
+    def reshaping(call):
+        known = {}
+
+        def reshape(x, *shape, **named_ways):
+            sizes = shape[0] if len(shape) == 1 else shape
+            sizes = sizes.values if sizes.__class__ is core.tuple else sizes
+            if sizes.__class__ is not list or named_ways or x.__class__ is not tensor:
+                return call(x, *shape, **named_ways)
+            key = id(x.type), tuple([getattr(size, "value", size) for size in sizes])
+            if key in known:
+                type_, _ = known[key]
+                return tensor(handle(x.handle.data.reshape(type_.sizes), x.dtype), type_)
+            result = call(x, *shape)
+            if result.type.is_block():
+                known[key] = result.type, x.type
+            return result
+
+        return reshape
 
     def choosing(call):
         computed = known_before(np.where, call)
@@ -334,10 +407,11 @@ def compute_at_once(interpreter):
         return to
 
     def shorter(obj, name, call):
-        if name in (_OF_TWO if obj is tensor else _FUNCTIONS_OF_TWO):
-            return of_two(*_OF_TWO[name], call)
-        if obj is tensor and name == "to":
-            return casting(call)
-        return choosing(call) if name == "where" else call
+        methods = {"to": casting, "__getitem__": indexing}
+        functions = {"where": choosing, "reshape": reshaping}
+        kinds, of_types = (methods, _OPERATORS) if obj is tensor else (functions, _FUNCTIONS)
+        if name in of_types:
+            return of_two(*of_types[name], call)
+        return kinds[name](call) if name in kinds else call
 
     return shorter
