@@ -4,6 +4,7 @@ Oracle: the same cast of the matrix itself, which ``test_quantize`` compares wit
 operators that return it, which ``test_swiglu`` and ``test_norm`` compare with torch and float64.
 """
 
+import functools
 import warnings
 
 import numpy as np
@@ -34,12 +35,14 @@ def _kernels(device):
         yield
 
 
+@functools.cache
 def gated(device, rows=80, columns=192, dtype=torch.bfloat16, apart=0):
     """Return what is read, the prologue, and the matrix."""
     x, up = (random_tensor(rows, columns + apart, seed=i, device=device).to(dtype)[:, :columns] for i in range(2))
     return x, Gated(up), swiglu_cuda(x, up)[0]
 
 
+@functools.cache
 def normed(device, rows=80, columns=192, dtype=torch.bfloat16, apart=0):
     """The same for a norm."""
     x = random_tensor(rows, columns + apart, device=device).to(dtype)[:, :columns]
