@@ -55,7 +55,7 @@ def trains(rank, size, spec, way, hidden=128):
     if way == "autocast":
         for m in (model, twin):
             m.forward = torch.autocast("cpu", torch.bfloat16)(m.forward)
-    train(rank, fully_shard(model, mesh=mesh), twin, steps=3, grad_input=True)
+    train(rank, fully_shard(model, mesh=mesh), twin, steps=2, grad_input=True)
     torch._dynamo.reset()
 
 
