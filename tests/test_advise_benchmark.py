@@ -17,7 +17,7 @@ from hybridtensor.recipes.spec import GEMMS
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 TINY = ["--device", "cpu", "--model", "tiny", "--min-mb", "0", "--max-mb", "1"]
-FEW = ["--warm", "10", "--batches", "1", "--rows", "2", "--random", "3"]
+FEW = ["--warm", "10", "--batches", "1", "--rows", "1", "--random", "3"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,6 +3,7 @@ the model in high precision.
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -55,18 +56,23 @@ def advise(model, **options):
     return ht.advise(model, batches(), loss=loss, **{"hardware": "b200", **options})
 
 
+@functools.cache
+def advised(place=None, **options):
+    """Return the advice for one of these models, which several tests look at."""
+    return advise(model_of(place), **options)
+
+
 def test_a_stack_with_an_outlier_in_one_expert_keeps_a_wider_format():
-    budget = 5 * advise(model_of(), budget="fp8").budget  # for which most products can be in NVFP4
-    formats = {(row.layer, row.gemm): row.format for row in advise(model_of(PLACE), budget=budget).table}
+    budget = 5 * advised(budget="fp8").budget  # for which most products can be in NVFP4
+    formats = {(row.layer, row.gemm): row.format for row in advised(PLACE, budget=budget).table}
     assert {formats[stack, "output"] for stack in STACKS if stack != PLACE} == {"nvfp4"}
     assert formats[PLACE, "output"] in ("fp8_rowwise", "mxfp8")
-    same = {(row.layer, row.gemm): row.format for row in advise(model_of(), budget=budget).table}
+    same = {(row.layer, row.gemm): row.format for row in advised(budget=budget).table}
     assert same[PLACE, "output"] == "nvfp4"
 
 
 def test_recipes_serialize_and_train():
-    model = model_of()
-    advice = advise(model, budget="fp8")
+    model, advice = model_of(), advised(budget="fp8")
     assert list(advice.specs) == [
         f"blocks.{i}.{name}"
         for i in range(2)
@@ -90,7 +96,7 @@ def test_recipes_serialize_and_train():
 
 
 def test_within_the_budget_and_none_allowed():
-    advice = advise(model_of(), budget="mxfp8")
+    advice = advised(budget="mxfp8")
     assert advice.error <= advice.budget
     assert sum(row.share for row in advice.table) == pytest.approx(1)
     none = advise(model_of(), budget=0.0)
@@ -111,7 +117,7 @@ def test_the_error_is_about_that_of_the_gradients():
     for spec in ("fp8_rowwise", "mxfp8"):
         exact = gradients(copy.deepcopy(model))
         got = gradients(ht.quantize_(copy.deepcopy(model), spec))
-        budget = advise(model, budget=spec).budget ** 0.5
+        budget = advised(budget=spec).budget ** 0.5
         assert budget / 2 < (got - exact).norm() / exact.norm() < 2 * budget
 
 
