@@ -82,15 +82,12 @@ def check_tied(who: str, plan: Plan, layers: Iterable[Layer]) -> None:
 def check_layers(model: nn.Module, plan: Plan, layers: list[Layer]) -> None:
     """Raise ValueError unless all of a model's weights get another recipe by their layers, tied ones the same."""
     check_tied("set_config_", plan, layers)
-    records = {getattr(part_of(layer.weight), "record", None) for layer in layers}
+    states = {layer.recipe.state for layer in layers if layer.recipe is not None}
     for name, parameter in model.named_parameters():
         part = part_of(parameter)
-        if (
-            is_converted(part)
-            and part.config is not None
-            and not part.is_of_no_layer
-            and part.record not in records
-        ):
+        if is_converted(part) and isinstance(part.layer, LayerState) and part.layer not in states:
+            if part.is_of_no_layer:
+                continue  # an adapter's
             raise ValueError(
                 f"set_config_: {name} is the weight of a converted layer that is not in the model, and would keep its "
                 "recipe; keep the layer as a child of the module that uses its weight, or replace layers before "
