@@ -14,9 +14,8 @@ class LostStates:
     """The states of a model's weights that are not among its modules, and whether anything advances them."""
 
     def __init__(self) -> None:
-        self._states: list[LayerState] | None = (
-            None  # those that are, when the parameters were looked through last
-        )
+        # Those that are, when the parameters were looked through last
+        self._states: list[LayerState] | None = None
         # Name of a weight, the steps of its state, and the model's steps since these advanced
         self._waiting: dict[LayerState, tuple[str, int, int]] = {}
 
