@@ -179,7 +179,6 @@ class LayerForward:
                 return sharded_linear(_input(*args, **kwargs), weight, layer.bias)  # type: ignore[arg-type]
             with _ShardedLinearMode():
                 return self.run(layer, args, kwargs)
-        # Another class's tensor: functional_call, weight_norm, a parametrization.
         return _with_recipe(self, layer, args, kwargs)
 
     def run(self, layer: nn.Module, args: Args, kwargs: Kwargs) -> object:

@@ -177,8 +177,7 @@ class Backward(NamedTuple):
             row, column = self.config.grad_output.faces(
                 grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype, context=context
             )
-            if column is not None and column.format.drawn_signs:
-                self._require_same_draws()
+            self._require_same_draws(column)
             if done is not None and any(
                 face is not None and not face.format.is_identity for face in (row, column)
             ):
@@ -201,13 +200,14 @@ class Backward(NamedTuple):
             if observers:
                 observe_product(self.layer, "grad_weight", column, right, dtype)
             grad_weight = self._grad_weight(column, right, dtype, direct)
-        # A pass of its own. Summed in the cast it would be 2.7 % faster at most, and its bits would depend on the
-        # recipe.
+        # Summed in the cast it would be 2.7 % faster at most, and its bits would depend on the recipe.
         grad_bias = grad.sum(dim=0) if needs.bias else None
         return self._committed(Gradients(grad_input, grad_weight, grad_bias), done)
 
-    def _require_same_draws(self) -> None:
+    def _require_same_draws(self, column: Face | None) -> None:
         """Raise RuntimeError if ``step_`` ran since forward: input and gradient are rotated under other signs then."""
+        if column is None or not column.format.drawn_signs:
+            return
         if _draws(self.context.state) != self.draws:
             raise RuntimeError(
                 f"grad_weight: the random signs of {layer_of(self.context.state)} were drawn again between its forward "

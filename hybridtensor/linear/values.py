@@ -23,7 +23,7 @@ class _Values(Function):
 
 
 def read(function: type[Function], weight: Weight) -> Tensor:
-    """Return what an autograd function reads of a weight."""
+    """Return a weight's values by an autograd function, whose result has no gradient in an exported program."""
     values: Tensor = function.apply(weight)
     return without_gradient(values, weight) if torch.compiler.is_exporting() else values
 
