@@ -122,7 +122,7 @@ class Backward(NamedTuple):
     ) -> tuple[Backward, list[Tensor]]:
         """Return the two products of backward, and the tensors that they need until then."""
         of_input = input.save()
-        draws = _draws(context.state)
+        draws = 0 if (state := context.state) is None or state.rounding is None else _draws(state)
         backward = cls(input, weight, len(of_input), config, needs, context, layer, draws)
         return backward, [*of_input, *weight.save()]
 
@@ -177,7 +177,6 @@ class Backward(NamedTuple):
             row, column = self.config.grad_output.faces(
                 grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype, context=context
             )
-            self._require_same_draws(column)
             if done is not None and any(
                 face is not None and not face.format.is_identity for face in (row, column)
             ):
@@ -204,10 +203,8 @@ class Backward(NamedTuple):
         grad_bias = grad.sum(dim=0) if needs.bias else None
         return self._committed(Gradients(grad_input, grad_weight, grad_bias), done)
 
-    def _require_same_draws(self, column: Face | None) -> None:
+    def _require_same_draws(self) -> None:
         """Raise RuntimeError if ``step_`` ran since forward: input and gradient are rotated under other signs then."""
-        if column is None or not column.format.drawn_signs:
-            return
         if _draws(self.context.state) != self.draws:
             raise RuntimeError(
                 f"grad_weight: the random signs of {layer_of(self.context.state)} were drawn again between its forward "
@@ -217,6 +214,8 @@ class Backward(NamedTuple):
     def _grad_weight(self, grad: Face, input: Face, dtype: torch.dtype, direct: bool) -> Tensor:
         """Return the weight's gradient ``[out, in]``, or of each expert, in the memory order of the parameter."""
         state, fast = self.context.state, self.config.fast_accum
+        if grad.format.drawn_signs:
+            self._require_same_draws()
         if state is None or not state.transposed:
             return ops.product(grad, input, out_dtype=dtype, fast_accum=fast, direct=direct)
         # In another order autograd would copy it: 6 of 135 ms in a step of four blocks of GPT-OSS.
