@@ -64,8 +64,14 @@ def use():
 
 
 def repair(interpreter):
-    """Round to bfloat16 as hardware does."""
-    theirs = interpreter._convert_float
+    """Round to bfloat16 as hardware does; count loops by arrays of one number, as Triton 3.6 and NumPy 2.4 refuse."""
+    theirs, of_tensors = interpreter._convert_float, interpreter._patch_lang_tensor
+
+    def patch_tensors(tensor, scope):
+        of_tensors(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensors
 
     def convert(x, source, target, rounding):
         names = str(source), str(target)
