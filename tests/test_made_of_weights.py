@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from saving import through_a_file
 from tiers import covered
 from torch import nn
+from torch.func import functional_call
 
 import hybridtensor as ht
 
@@ -118,6 +119,58 @@ def test_a_weight_of_a_layer_is_quantized(how, compiled):
     run = torch.compile(model, backend="aot_eager") if compiled else model
     assert torch.equal(run(x), other(x))
     assert not torch.equal(run(x), ht.plain_(copy.deepcopy(other))(x))
+
+
+class Own(nn.Linear):
+    """Has a forward of its own, in which products are intercepted."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+class Experts(nn.Module):
+    """Experts with one stack of weights, half of the tokens to each."""
+
+    def __init__(self, width, features):
+        super().__init__()
+        self.num_experts = 2
+        self.w1 = nn.Parameter(torch.randn(2, features, width))
+
+    def forward(self, x):
+        return F.grouped_mm(x, self.w1.transpose(-2, -1), offs=torch.tensor([8, 16], dtype=torch.int32))
+
+
+def converted(kind, recipe, width=WIDTH, features=WIDTH):
+    layer = kind(width, features).bfloat16()
+    return ht.quantize_(nn.ModuleDict({"layer": layer}), recipe)["layer"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "other_recipe", "compiled"),
+    covered([nn.Linear, Own, Experts], ["assigned", "functional_call"], [False, True], [False, True]),
+)
+def test_what_a_layer_gets_of_another_ones_weight_is_quantized(kind, how, other_recipe, compiled, fresh_compiler):
+    """As by its own weight with the same values; a graph would take it for an adapter's."""
+    name = "w1" if kind is Experts else "weight"
+    layer = converted(kind, "fp8")
+    other = converted(kind, "fp8_rowwise" if other_recipe else "fp8", features=2 * WIDTH)
+    made = getattr(other, name).new_empty(getattr(layer, name).shape)
+    with torch.no_grad():
+        made.copy_(torch.randn(made.shape))
+    x = torch.randn(16, WIDTH, dtype=torch.bfloat16)
+    reference = converted(kind, "fp8_rowwise" if other_recipe else "fp8")
+    with torch.no_grad():
+        for own, value in zip(reference.parameters(), layer.parameters(), strict=True):
+            own.copy_(value)
+        getattr(reference, name).copy_(made)
+    if how == "assigned":
+        setattr(layer, name, nn.Parameter(made))
+        call = layer
+    else:
+        call = lambda x: functional_call(layer, {name: made}, (x,))  # noqa: E731
+    run = torch.compile(call, backend="aot_eager") if compiled else call
+    for _ in range(2):
+        assert torch.equal(run(x), reference(x))
 
 
 def test_a_persistent_weight_makes_no_adapters():

@@ -33,14 +33,13 @@ from hybridtensor.linear.exported import require_own_weight
 from hybridtensor.linear.function import linear, require_plain_autograd
 from hybridtensor.linear.kinds import is_listed
 from hybridtensor.linear.operands import WEIGHTS
-from hybridtensor.linear.owners import go_by
+from hybridtensor.linear.owners import go_by, in_eager_code
 from hybridtensor.linear.tensor_parallel import sharded_linear
 from hybridtensor.linear.uses import Uses
-from hybridtensor.ops.autograd import Function
+from hybridtensor.linear.values import as_master_weight
 from hybridtensor.ops.library import outside_graphs
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState
-from hybridtensor.subclasses import MasterWeight
 from hybridtensor.subclasses.observing import observers
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 from hybridtensor.subclasses.owners import set_owner
@@ -145,8 +144,12 @@ class LayerForward:
         if type(weight) in WEIGHTS or recipe is None:
             # A weight of this library, or a layer that is plain again.
             if torch.compiler.is_dynamo_compiling():  # Dynamo must not trace the rest
+                if recipe is not None and weight.is_of_no_layer:
+                    return in_eager_code(self, args, kwargs)
                 return self.run(layer, args, kwargs)
-            if recipe is not None and weight.record.layer is not recipe.state:
+            if recipe is not None and (
+                weight.record.layer is not recipe.state or weight.record.is_new
+            ):
                 go_by(recipe.state, weight, recipe.config, layer)
             if not self._ran and not observers:
                 self._ran = True
@@ -315,7 +318,7 @@ class _RecipeMode(TorchFunctionMode):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         recipe = self._layer.__dict__[_RECIPE]
-        made = as_master_weight(weight, recipe)
+        made = as_master_weight(weight, *recipe)
         return linear(input, made.t() if self._is_transposed else made, bias)
 
     def _wanted(self) -> str:
@@ -379,22 +382,3 @@ _TRANSPOSED_PRODUCTS: dict[Func, Callable[..., _Operands]] = {
     torch.matmul: _of_matmul, Tensor.matmul: _of_matmul, Tensor.__matmul__: _of_matmul,
     torch.mm: _of_mm, Tensor.mm: _of_mm, torch.addmm: _of_addmm, Tensor.addmm: _of_addmm,
 }  # fmt: skip
-
-
-def as_master_weight(values: Tensor, recipe: LayerRecipe) -> MasterWeight:
-    """Return a plain tensor as a weight with a layer's recipe and state, with gradients."""
-    made: MasterWeight = _AsMasterWeight.apply(values, recipe.config)
-    made.record.layer = recipe.state
-    return made
-
-
-class _AsMasterWeight(Function):
-    """Autograd function that gives a plain tensor a recipe, with gradients."""
-
-    @staticmethod
-    def forward(ctx: object, values: Tensor, config: HybridConfig) -> MasterWeight:
-        return MasterWeight(values.detach(), config)
-
-    @staticmethod
-    def backward(ctx: object, grad_output: Tensor) -> tuple[Tensor, None]:
-        return grad_output, None

@@ -6,11 +6,15 @@ layer into another one. A weight that several layers have goes by the state of o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 
 from hybridtensor.linear.operands import Weight
+from hybridtensor.ops.library import outside_graphs
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState, StateTensors
+from hybridtensor.subclasses.op_table import Args, Kwargs
 from hybridtensor.subclasses.owners import has, owner_of
 
 
@@ -24,6 +28,7 @@ def go_by(state: LayerState, weight: Weight, config: HybridConfig, module: nn.Mo
         module: The module.
     """
     record, before = weight.record, weight.record.layer
+    record.is_new = False  # a layer has it: no adapter's
     if weight.config != config or isinstance(before, StateTensors):  # which a graph has
         return
     owner = None if before is None else owner_of(before)
@@ -31,3 +36,12 @@ def go_by(state: LayerState, weight: Weight, config: HybridConfig, module: nn.Mo
         return
     record.layer = state
     record.changes += 1  # faces may be of other scales
+
+
+# A graph cannot let it go by the layer's state, and its products would stay plain there, as an adapter's.
+@outside_graphs(
+    "a factory, such as new_zeros, made the weight of a converted layer of another weight"
+)
+def in_eager_code(forward: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
+    """Call the forward of a layer outside of graphs."""
+    return forward(*args, **kwargs)

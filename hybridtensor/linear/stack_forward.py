@@ -22,11 +22,11 @@ from hybridtensor.linear.layer_forward import (
     STACKS,
     LayerForward,
     LayerRecipe,
-    as_master_weight,
     required_layer,
 )
 from hybridtensor.linear.operands import WEIGHTS
-from hybridtensor.linear.owners import go_by
+from hybridtensor.linear.owners import go_by, in_eager_code
+from hybridtensor.linear.values import as_master_weight
 from hybridtensor.ops.library import outside_graphs
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState
@@ -73,9 +73,13 @@ class StackForward(LayerForward):
             weight = local(_at(layer, name))
             if not isinstance(weight, (*WEIGHTS, type(None))):
                 return _with_recipes(self, layer, args, kwargs)
-            if weight is None or torch.compiler.is_dynamo_compiling():
+            if weight is None:
                 continue
-            if weight.record.layer is not recipe.state:
+            if torch.compiler.is_dynamo_compiling():
+                if weight.is_of_no_layer:
+                    return in_eager_code(self, args, kwargs)
+                continue
+            if weight.record.layer is not recipe.state or weight.record.is_new:
                 go_by(recipe.state, weight, recipe.config, layer)
         return self.run(layer, args, kwargs)
 
@@ -115,7 +119,7 @@ def _computed_as_weights(layer: nn.Module) -> Iterator[None]:
             if parametrize.is_parametrized(layer, name):
                 value, key = getattr(layer, name), (id(layer), name)
                 if not isinstance(local(value), WEIGHTS):
-                    before[key], known[key] = known[key], as_master_weight(value, recipe)
+                    before[key], known[key] = known[key], as_master_weight(value, *recipe)
         yield
     finally:
         known.update(before)
@@ -138,7 +142,7 @@ def _as_weights(layer: nn.Module) -> Iterator[None]:
                     f"forward: {type(layer).__name__}.{name} is a {kind} in place of the experts' weight that "
                     "was quantized; call quantize_ on the model that has it, or plain_ before"
                 )
-            tables[name][name] = as_master_weight(tensor, layer.__dict__[STACKS][name])
+            tables[name][name] = as_master_weight(tensor, *layer.__dict__[STACKS][name])
         yield
     finally:
         for name, tensor in before.items():

@@ -1,4 +1,4 @@
-"""Reads of a weight's values for products that are not quantized, with the weight's gradient."""
+"""From a weight to its values, and from values to a weight, with gradients."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from torch import Tensor
 from hybridtensor.linear.exported import without_gradient
 from hybridtensor.linear.operands import Weight
 from hybridtensor.ops.autograd import Function
+from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.state import LayerState
+from hybridtensor.subclasses import MasterWeight
 
 
 class _Values(Function):
@@ -31,3 +34,22 @@ def read(function: type[Function], weight: Weight) -> Tensor:
 def values_of(weight: Weight) -> Tensor:
     """Return a weight's high-precision data, whose gradient is the weight's."""
     return read(_Values, weight)
+
+
+def as_master_weight(values: Tensor, config: HybridConfig, state: LayerState) -> MasterWeight:
+    """Return a plain tensor as a weight with a layer's recipe and state, with gradients."""
+    made: MasterWeight = _AsMasterWeight.apply(values, config)
+    made.record.layer = state
+    return made
+
+
+class _AsMasterWeight(Function):
+    """Autograd function that gives a plain tensor a recipe, with gradients."""
+
+    @staticmethod
+    def forward(ctx: object, values: Tensor, config: HybridConfig) -> MasterWeight:
+        return MasterWeight(values.detach(), config)
+
+    @staticmethod
+    def backward(ctx: object, grad_output: Tensor) -> tuple[Tensor, None]:
+        return grad_output, None

@@ -18,6 +18,14 @@ from hybridtensor.subclasses.wrapper import WrapperTensor
 
 aten = torch.ops.aten
 
+FACTORIES = (
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.new_zeros.default,
+)
+"""What makes a new tensor of a weight's class: FSDP2 pads shards so, and ``to_empty`` allocates so."""
+
 PLAIN_LIKE = (
     aten.zeros_like.default,
     aten.ones_like.default,

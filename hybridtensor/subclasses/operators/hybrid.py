@@ -12,6 +12,7 @@ from hybridtensor.subclasses.hybrid_tensor import HybridTensor, is_of
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 from hybridtensor.subclasses.operators.common import (
+    FACTORIES,
     PRODUCTS,
     assignable,
     bound,
@@ -88,9 +89,6 @@ def _turned(tensor: T) -> T:
 _COPIES = (aten.clone.default, aten._pin_memory.default, aten._to_copy.default)
 
 
-_FACTORIES = (aten.new_zeros.default, aten.new_empty.default, aten.empty_like.default)
-
-
 @table.register(*_COPIES, aten.new_zeros.default, aten.empty_like.default)
 def _both_faces_and_original(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
     def copy(tensor: T) -> T:
@@ -102,7 +100,7 @@ def _both_faces_and_original(func: Func, args: Args, kwargs: Kwargs) -> HybridTe
     if x.record.values is not None:
         made.record.values = x.high_precision.copied(copy, x.taken, same=func in _COPIES)
     made.is_saved = x.is_saved and func in _COPIES
-    made.record.is_new = func in _FACTORIES or x.record.is_new
+    made.record.is_new = func in FACTORIES or x.record.is_new
     return made
 
 

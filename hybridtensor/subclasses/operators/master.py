@@ -18,6 +18,7 @@ from hybridtensor.subclasses.master_tensor import MasterWeight, mark_all_written
 from hybridtensor.subclasses.observing import observe_read
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, written_by
 from hybridtensor.subclasses.operators.common import (
+    FACTORIES,
     FUNCTIONAL,
     PRODUCTS,
     assignable,
@@ -33,10 +34,6 @@ VIEWS = [
     aten.lift_fresh.default, aten.permute.default, aten.select.int, aten.slice.Tensor, aten.split.Tensor,
     aten.split_with_sizes.default, aten.squeeze.default, aten.squeeze.dim, aten.t.default, aten.transpose.int,
     aten.unbind.int, aten.unsqueeze.default, aten.view.default, aten._unsafe_view.default,
-]  # fmt: skip
-
-FACTORIES = [
-    aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default, aten.new_zeros.default,
 ]  # fmt: skip
 
 COPIES = [aten.clone.default, aten._pin_memory.default, aten._to_copy.default, *FACTORIES]
@@ -89,7 +86,6 @@ def _copy(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     if not out.is_floating_point():
         return out  # type: ignore[no-any-return]
     made = MasterWeight(out, args[0].config).like(args[0])
-    # FSDP2 pads shards by factories, and ``to_empty`` allocates by one: hence weights, not plain tensors.
     made.record.is_new = func in FACTORIES or args[0].record.is_new
     return made
 
