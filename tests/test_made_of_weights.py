@@ -25,27 +25,62 @@ RECIPES = ["bf16", "fp8", "fp8_delayed", "nvfp4"]
 WIDTH, RANK, STEPS = 32, 16, 2
 
 
+def add_adapter(module, w, make):
+    """Give a module an adapter that is written by hand."""
+    module.down, module.up = (nn.Parameter(make(w, *shape)) for shape in ((RANK, WIDTH), (WIDTH, RANK)))
+    with torch.no_grad():
+        for weight in (module.down, module.up):
+            weight.copy_(torch.randn(weight.shape))
+    module.down.data = module.down.data / 8
+
+
 class Adapted(nn.Module):
-    """A layer with an adapter that is written by hand."""
+    """A layer, and an adapter beside it."""
 
     def __init__(self, layer, make):
         super().__init__()
-        self.layer, w = layer, layer.weight
-        self.down, self.up = (nn.Parameter(make(w, *shape)) for shape in ((RANK, WIDTH), (WIDTH, RANK)))
-        with torch.no_grad():
-            for weight in (self.down, self.up):
-                weight.copy_(torch.randn(weight.shape))
-        self.down.data = self.down.data / 8
+        self.layer = layer
+        add_adapter(self, layer.weight, make)
 
     def forward(self, x):
         return self.layer(x) + F.linear(x @ self.down.t(), self.up)
 
 
-def trained(recipe, make, compiled=False):
+class WithAdapter(nn.Linear):
+    """A layer that has its adapter itself."""
+
+    def forward(self, x):
+        return super().forward(x) + F.linear(x @ self.down.t(), self.up)
+
+
+class ExpertsWithAdapter(nn.Module):
+    """A module of experts that has an adapter for all of them."""
+
+    def __init__(self, width, features):
+        super().__init__()
+        self.num_experts = 2
+        self.w1 = nn.Parameter(torch.randn(2, features, width) / 4)
+
+    def forward(self, x):
+        ends = torch.tensor([8, 16], dtype=torch.int32)
+        y = F.grouped_mm(x.bfloat16(), self.w1.transpose(-2, -1).bfloat16(), offs=ends)
+        return y + F.linear(x @ self.down.t(), self.up)
+
+
+def adapted(kind, recipe, make):
+    """Return a model of one layer with an adapter, and none of them converted but the layer."""
+    if kind is Adapted:
+        return Adapted(ht.quantize_(nn.Sequential(nn.Linear(WIDTH, WIDTH)), recipe)[0], make)
+    model = ht.quantize_(nn.Sequential(kind(WIDTH, WIDTH)), recipe)
+    add_adapter(model[0], next(model.parameters()), make)
+    return model
+
+
+def trained(recipe, make, compiled=False, kind=Adapted):
     """Return losses, trained parameters, and the state of the layer."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model = Adapted(ht.quantize_(nn.Sequential(nn.Linear(WIDTH, WIDTH)), recipe)[0], make)
+    model = adapted(kind, recipe, make)
     run = torch.compile(model, backend="aot_eager") if compiled else model
     optimizer, found = torch.optim.SGD(model.parameters(), lr=1e-3), []
     for _ in range(STEPS):
@@ -58,11 +93,18 @@ def trained(recipe, make, compiled=False):
     return [*found, *(ht.plain_(model).state_dict().values())]
 
 
-@pytest.mark.parametrize(("recipe", "factory", "compiled"), covered(RECIPES, list(FACTORIES), [False, True]))
-def test_an_adapter_made_of_the_weight_is_plain(recipe, factory, compiled):
+@pytest.mark.parametrize(
+    ("recipe", "factory", "compiled", "kind"),
+    covered(RECIPES, list(FACTORIES), [False, True], [Adapted, WithAdapter, ExpertsWithAdapter]),
+)
+def test_an_adapter_made_of_the_weight_is_plain(recipe, factory, compiled, kind):
     """As one of ``torch.zeros``: its products, and the scales of the layer."""
-    expected = trained(recipe, lambda w, *shape: torch.zeros(shape), compiled)
-    for got, value in zip(trained(recipe, FACTORIES[factory], compiled), expected, strict=True):
+    expected = trained(recipe, lambda w, *shape: torch.zeros(shape), compiled, kind)
+    # Of experts a part of a stack is one, and a matrix is made of it
+    make = FACTORIES[factory]
+    if kind is ExpertsWithAdapter:
+        make = lambda w, *shape: FACTORIES[factory](w[0], *shape)  # noqa: E731
+    for got, value in zip(trained(recipe, make, compiled, kind), expected, strict=True):
         assert torch.equal(got, value)
 
 

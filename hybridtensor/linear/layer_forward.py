@@ -64,7 +64,7 @@ def set_recipe(module: nn.Module, config: HybridConfig, state: LayerState) -> No
         # Transformers calls a layer with this attribute with the local parts of weights and inputs.
         module.__dict__["_hf_quantized_needs_local_tp"] = True
     module.__dict__[_RECIPE] = LayerRecipe(config, state)
-    set_owner([state], module)
+    set_owner({"weight": state}, module)
 
 
 def drop_recipe(module: nn.Module) -> None:
@@ -203,15 +203,16 @@ class LayerForward:
         return _unbound, (type(self),), (self._layer(), inner, False, states)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        layer, inner, bound, *states = state  # former versions pickled no states
+        # Former versions pickled no states, or no names of weights
+        layer, inner, bound, *states = state
         LayerForward.__init__(self, layer, types.MethodType(inner, layer) if bound else inner)
-        set_owner(states[0] if states else [], layer)
+        set_owner(states[0] if states and isinstance(states[0], dict) else {}, layer)
 
-    def _states(self) -> list[LayerState]:
-        """Return the states of the layer's weights."""
+    def _states(self) -> dict[str, LayerState]:
+        """Return the states of the layer's weights, by their names."""
         own = required_layer(self._layer()).__dict__
-        recipes = [*own.get(STACKS, {}).values(), *([own[_RECIPE]] if _RECIPE in own else [])]
-        return [recipe.state for recipe in recipes]
+        recipes = {**own.get(STACKS, {}), **({"weight": own[_RECIPE]} if _RECIPE in own else {})}
+        return {name: recipe.state for name, recipe in recipes.items()}
 
 
 def _with_self(signature: inspect.Signature) -> inspect.Signature:

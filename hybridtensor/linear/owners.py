@@ -15,7 +15,7 @@ from hybridtensor.ops.library import outside_graphs
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState, StateTensors
 from hybridtensor.subclasses.op_table import Args, Kwargs
-from hybridtensor.subclasses.owners import has, owner_of
+from hybridtensor.subclasses.owners import is_of, owner_of
 
 
 def go_by(state: LayerState, weight: Weight, config: HybridConfig, module: nn.Module) -> None:
@@ -28,11 +28,10 @@ def go_by(state: LayerState, weight: Weight, config: HybridConfig, module: nn.Mo
         module: The module.
     """
     record, before = weight.record, weight.record.layer
-    record.is_new = False  # a layer has it: no adapter's
+    record.is_new = 0  # a layer has it: no adapter's
     if weight.config != config or isinstance(before, StateTensors):  # which a graph has
         return
-    owner = None if before is None else owner_of(before)
-    if owner is not None and owner is not module and has(owner, record):
+    if before is not None and owner_of(before) is not module and is_of(before, record):
         return
     record.layer = state
     record.changes += 1  # faces may be of other scales

@@ -22,6 +22,7 @@ from hybridtensor.linear.layer_forward import (
     STACKS,
     LayerForward,
     LayerRecipe,
+    recipe_of,
     required_layer,
 )
 from hybridtensor.linear.operands import WEIGHTS
@@ -40,11 +41,11 @@ def set_stack_recipe(
     """Make a module of experts apply a recipe to a parameter, and to any tensor in its place."""
     if STACKS not in module.__dict__:
         module.forward = StackForward(module, module.__dict__.get("forward")).bound
-    recipe = LayerRecipe(config, state)
-    set_owner([state], module)
+    names = _names(module, parameter)
+    set_owner(dict.fromkeys(names, state), module)
     module.__dict__[STACKS] = {
         **module.__dict__.get(STACKS, {}),
-        **dict.fromkeys(_names(module, parameter), recipe),
+        **dict.fromkeys(names, LayerRecipe(config, state)),
     }
 
 
@@ -62,6 +63,12 @@ def stack_recipe(module: nn.Module, parameter: str) -> LayerRecipe | None:
     """Return the recipe and state of the experts' weight of a name, or None."""
     found: dict[str, LayerRecipe] = module.__dict__.get(STACKS, {})
     return found.get(parameter)
+
+
+def recipe_at(module: nn.Module, name: str) -> LayerRecipe | None:
+    """Return the recipe and state of a converted weight, by its name in its module, or None."""
+    known = recipe_of(module) if name == "weight" else None
+    return stack_recipe(module, name) if known is None else known
 
 
 class StackForward(LayerForward):

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from hybridtensor.ops import Groups
 from hybridtensor.state import Context, LayerState, StateTensors
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
-from hybridtensor.subclasses.owners import has, owner_of
+from hybridtensor.subclasses.owners import is_of
 from hybridtensor.subclasses.record import WeightRecord
 from hybridtensor.subclasses.wrapper import Attributes, Metadata, Size, Stride, WrapperTensor
 
@@ -163,10 +163,9 @@ class InterceptingTensor(WrapperTensor):
         record = self.record
         if not record.is_new:
             return False
-        if isinstance(record.layer, LayerState):
-            owner = owner_of(record.layer)
-            record.is_new = owner is None or not has(owner, record)
-        return record.is_new
+        if isinstance(record.layer, LayerState) and is_of(record.layer, record):
+            record.is_new = 0
+        return record.is_new > 0
 
     @property
     def state(self) -> StateTensors | None:
@@ -240,7 +239,7 @@ class InterceptingTensor(WrapperTensor):
         return names, (state.slots, state.rank, state.transposed, self.record.first)
 
     def take_carried(self, tensors: dict[str, Tensor], meaning: Metadata | None) -> None:
-        self.record.is_new = meaning == _NEW
+        self.record.is_new = int(meaning == _NEW)
         if meaning is not None and meaning != _NEW:
             slots, rank, transposed, self.record.first = meaning
             rounding, encode_scale, address, common = (tensors.get(name) for name in _STATE_NAMES)
@@ -325,13 +324,13 @@ class InterceptingTensor(WrapperTensor):
         if isinstance(self, nn.Parameter) and self.record.layer is not None:
             attributes["layer"] = self.record.layer
         if self.record.is_new:
-            attributes["is_new"] = True
+            attributes["is_new"] = self.record.is_new
         return attributes
 
     def _take_attributes(self, attributes: Attributes) -> None:
         own = dict(attributes)
         self.record.layer = own.pop("layer", self.record.layer)
-        self.record.is_new = own.pop("is_new", False)
+        self.record.is_new = own.pop("is_new", 0)
         super()._take_attributes(own)
 
     @property

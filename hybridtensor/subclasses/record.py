@@ -65,8 +65,8 @@ class WeightRecord:
         section: This rank's section of the layer under tensor parallelism; None is all of it.
         cut: The spec of the DTensor that the section was worked out for, and the section; None if it came otherwise.
         first: Number of this rank's first expert of a stack; None if unknown.
-        is_new: Whether a factory, such as ``new_zeros``, made this of a weight, and no layer was seen to have it since;
-            see ``InterceptingTensor.is_of_no_layer``.
+        is_new: How many factories, such as ``new_zeros``, made this of a weight one after the other; 0 if none, or once
+            a layer was seen to have it. FSDP2 makes shards by one. See ``InterceptingTensor.is_of_no_layer``.
         changes: Count of counted writes, and of moments at which an alias may have written: each invalidates faces.
         writes: Writes that handlers counted.
         written_on: CUDA stream of the last write, 0 on a CPU; None if unknown.
@@ -116,7 +116,7 @@ class WeightRecord:
         self.section: Section | None = None
         self.cut: tuple[object, Section] | None = None
         self.first: int | None = None
-        self.is_new = False
+        self.is_new = 0
         self.changes = self.writes = self.compiled_writes = 0
         self.replayed = False
         self.written_on: int | None = None

@@ -671,3 +671,58 @@ def checked(rank):
 
 def test_check_and_the_way_back(two):
     two.run(checked)
+
+
+class Adapter(nn.Module):
+    """A layer and one product more, by a parameter that a factory made of its weight."""
+
+    def __init__(self, layer, make_of):
+        super().__init__()
+        self.layer, self.more = layer, nn.Parameter(make_of(layer.weight, 64, 64))
+
+    def forward(self, x):
+        return self.layer(x) + nn.functional.linear(x, self.more)
+
+
+FACTORIES = {
+    "new_zeros": lambda w, *shape: w.new_zeros(shape), "new_empty": lambda w, *shape: w.new_empty(shape),
+    "empty_like": lambda w, *shape: torch.empty_like(w),
+    "a copy": lambda w, *shape: copy.deepcopy(nn.Parameter(w.new_zeros(shape))),
+    "two in a row": lambda w, *shape: torch.empty_like(w.new_zeros(shape)),
+}  # fmt: skip
+
+
+def adapters(rank, recipe, names):
+    """FSDP2 would gather them as the layer's weight, quantized, and measure them for its scales."""
+    for name in names:
+        layer = ht.quantize_(nn.Sequential(nn.Linear(64, 64)), recipe)[0]
+        told = r"more of FSDPAdapter was made of the weight of layer 0 by .* by torch\.zeros"
+        with pytest.raises(NotImplementedError, match=told):
+            fully_shard(Adapter(layer, FACTORIES[name]), mesh=mesh_of(rank, 2))(batch(0))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed"])
+def test_adapters_made_of_weights_by_factories_raise_on_every_rank(recipe, two):
+    two.run(adapters, recipe, list(FACTORIES))
+
+
+OTHERS = {**FACTORIES, "cloned": lambda w, *shape: w.detach().clone()}
+
+
+def made_of_another_layer(rank, name):
+    """A converted layer with a weight that came from another layer, or was made of it."""
+    models = [ht.quantize_(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "fp8_delayed") for _ in range(2)]
+    for model in models:
+        torch.manual_seed(0)
+        if name == "exchanged":
+            model[0].weight, model[1].weight = model[1].weight, model[0].weight
+        else:
+            model[1].weight = nn.Parameter(OTHERS[name](model[0].weight, 64, 64))
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.1)
+    train(rank, fully_shard(models[0], mesh=mesh_of(rank, 2)), models[1])
+
+
+@pytest.mark.parametrize("name", [*OTHERS, "exchanged"])
+def test_weights_from_other_layers_go_by_the_state_of_their_layer(name, two):
+    two.run(made_of_another_layer, name)

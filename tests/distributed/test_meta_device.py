@@ -1,5 +1,7 @@
 """A model that was made on the meta device, sharded and given memory is the one made directly."""
 
+import copy
+
 import pytest
 import torch
 from processes import generator, here
@@ -35,10 +37,11 @@ def step(model):
     return [y.detach(), *grads, *amaxes, *(b.clone() for b in model.buffers())]
 
 
-def trains_as_one_made_directly(rank, spec):
+def trains_as_one_made_directly(rank, spec, copied):
     expected = shard(make(spec))
     with torch.device("meta"):
         model = make(spec)
+    model = copy.deepcopy(model) if copied else model
     assert all(p.is_meta for p in model.parameters())
     shard(model).to_empty(device=here())
     with torch.no_grad():
@@ -48,6 +51,8 @@ def trains_as_one_made_directly(rank, spec):
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("spec", ["fp8_delayed", "nvfp4", "fp8_delayed/nvfp4/nvfp4"])
-def test_a_sharded_model_that_leaves_meta_trains_as_one_made_directly(two, spec):
-    two.run(trains_as_one_made_directly, spec)
+@pytest.mark.parametrize(
+    ("spec", "copied"), [("fp8_delayed", False), ("nvfp4", True), ("fp8_delayed/nvfp4/nvfp4", False)]
+)
+def test_a_sharded_model_that_leaves_meta_trains_as_one_made_directly(two, spec, copied):
+    two.run(trains_as_one_made_directly, spec, copied)

@@ -12,7 +12,7 @@ from hybridtensor.distributed.fsdp import common_scale, siblings
 from hybridtensor.distributed.fsdp.agreement import Exchange, check_recipes
 from hybridtensor.distributed.fsdp.gathered_faces import GatheredFaces, uncounted_writes
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan, check_persistent
-from hybridtensor.distributed.fsdp.planning import plan_of
+from hybridtensor.distributed.fsdp.planning import go_by_its_layer, plan_of
 from hybridtensor.distributed.fsdp.scales import Part
 from hybridtensor.distributed.fsdp.sending import (
     HookResult,
@@ -392,9 +392,9 @@ class Shard:
 
 def shard_of(sharded: ShardedParam) -> Shard:
     """Return the shard record of an FSDP2 parameter, created at the first call."""
-    # An attribute of FSDP2's own record, so that both end together: a table of ours, even a weak
-    # one, would keep the record alive through ``Shard.sharded``
+    # FSDP2's own record has it: a table of ours, even a weak one, would keep that alive through ``Shard.sharded``
     shard: Shard | None = getattr(sharded.param, "_hybridtensor_shard", None)
     if shard is None:
+        go_by_its_layer(sharded)
         shard = sharded.param._hybridtensor_shard = Shard(sharded)  # type: ignore[attr-defined]
     return shard

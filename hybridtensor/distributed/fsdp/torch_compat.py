@@ -87,10 +87,16 @@ class ShardedParam(NamedTuple):
         return self.param.mp_policy.param_dtype or self.tensor.dtype
 
     @property
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """The modules that own the parameter, and its name in each."""
+        info = self.param._module_info
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+        return [(info.module, info.param_name), *shared]
+
+    @property
     def readers(self) -> list[nn.Module]:
         """The modules that own the parameter."""
-        info = self.param._module_info
-        return [info.module, *info.shared_modules]
+        return [module for module, _ in self.places]
 
     def holds(self, parameter: Tensor) -> bool:
         """Return whether a module's parameter is this one: its parts, or all of it while it is gathered."""

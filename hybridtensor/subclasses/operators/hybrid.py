@@ -100,7 +100,7 @@ def _both_faces_and_original(func: Func, args: Args, kwargs: Kwargs) -> HybridTe
     if x.record.values is not None:
         made.record.values = x.high_precision.copied(copy, x.taken, same=func in _COPIES)
     made.is_saved = x.is_saved and func in _COPIES
-    made.record.is_new = func in FACTORIES or x.record.is_new
+    made.record.is_new = x.record.is_new + (func in FACTORIES)
     return made
 
 
@@ -118,7 +118,7 @@ def _empty_faces(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
             f"{tuple(args[0].shape)}; leave it out of quantize_, or use fewer ranks"
         )
     made = _on_faces(args[0], lambda face: func(face, *args[1:], **kwargs))
-    made.record.is_new = True
+    made.record.is_new = args[0].record.is_new + 1
     return made
 
 

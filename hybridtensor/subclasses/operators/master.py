@@ -86,7 +86,7 @@ def _copy(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     if not out.is_floating_point():
         return out  # type: ignore[no-any-return]
     made = MasterWeight(out, args[0].config).like(args[0])
-    made.record.is_new = func in FACTORIES or args[0].record.is_new
+    made.record.is_new = args[0].record.is_new + (func in FACTORIES)
     return made
 
 
