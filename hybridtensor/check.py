@@ -17,7 +17,8 @@ from hybridtensor.arguments import require_flag, require_module, shown, wrong
 from hybridtensor.dtensor import local
 from hybridtensor.explanation.checked import Check, ProductRow, ReadRow
 from hybridtensor.formats import Format
-from hybridtensor.layers import layers_of
+from hybridtensor.layers import layers_of, weights_of_absent_layers
+from hybridtensor.linear.layer_forward import LayerRecipe
 from hybridtensor.ops import Face
 from hybridtensor.ops.scaled_mm import select_backend
 from hybridtensor.recipes.spec import GEMMS
@@ -235,15 +236,17 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
 
 def _report(model: nn.Module, recorder: _Recorder, total: int, uncounted: set[str]) -> Check:
     layers: dict[int, list[str]] = {}
-    configs, untouched = {}, []
+    configs, untouched, converted = {}, [], list[tuple[str, LayerRecipe]]()
     for one in layers_of(model):
         recipe = one.recipe
-        if recipe is None:
-            if one.why_skipped() is None and not is_left_alone(one):
-                untouched.append(one.name or "<root>")
-        else:
-            layers.setdefault(id(recipe.state), []).append(one.name or "<root>")
-            configs[id(recipe.state)] = recipe.config
+        if recipe is not None:
+            converted.append((one.name or "<root>", recipe))
+        elif one.why_skipped() is None and not is_left_alone(one):
+            untouched.append(one.name or "<root>")
+    converted += weights_of_absent_layers(model, {recipe.state for _, recipe in converted})
+    for name, recipe in converted:
+        layers.setdefault(id(recipe.state), []).append(name)
+        configs[id(recipe.state)] = recipe.config
     products = []
     for key, names in layers.items():
         for gemm in GEMMS:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.distributed.fsdp.torch_compat import params_of
 from hybridtensor.dtensor import local
-from hybridtensor.layers import Layer, layers_of
+from hybridtensor.layers import Layer, layers_of, weights_of_absent_layers
 from hybridtensor.recipes.config import KEEP_FACES, HybridConfig
 from hybridtensor.selection import Plan, coverage
 from hybridtensor.state import LayerState
@@ -83,16 +83,12 @@ def check_layers(model: nn.Module, plan: Plan, layers: list[Layer]) -> None:
     """Raise ValueError unless all of a model's weights get another recipe by their layers, tied ones the same."""
     check_tied("set_config_", plan, layers)
     states = {layer.recipe.state for layer in layers if layer.recipe is not None}
-    for name, parameter in model.named_parameters():
-        part = part_of(parameter)
-        if is_converted(part) and isinstance(part.layer, LayerState) and part.layer not in states:
-            if part.is_of_no_layer:
-                continue  # an adapter's
-            raise ValueError(
-                f"set_config_: {name} is the weight of a converted layer that is not in the model, and would keep its "
-                "recipe; keep the layer as a child of the module that uses its weight, or replace layers before "
-                "quantize_"
-            )
+    for absent in weights_of_absent_layers(model, states):
+        raise ValueError(
+            f"set_config_: {absent.name} is the weight of a converted layer that is not in the model, and would keep "
+            "its recipe; keep the layer as a child of the module that uses its weight, or replace layers before "
+            "quantize_"
+        )
 
 
 def check_weight(layer: Layer, persistent: bool) -> None:

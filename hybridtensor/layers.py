@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -133,6 +133,13 @@ class Layer(NamedTuple):
         return self.is_stack or outputs >= inputs
 
 
+class AbsentLayer(NamedTuple):
+    """The name of a weight whose layer is not in the model, and that layer's recipe."""
+
+    name: str
+    recipe: LayerRecipe
+
+
 def layers_of(model: nn.Module, root: str = "") -> Iterator[Layer]:
     """Yield every layer that a recipe can be for; three-dimensional parameters of torch's own modules are not
     experts."""
@@ -151,6 +158,18 @@ def layers_of(model: nn.Module, root: str = "") -> Iterator[Layer]:
                 if weight.dim() == 3 and weight.is_floating_point():
                     full = f"{name}.{parameter}" if name else parameter
                     yield Layer(full, module, parameter, _is_transposed(module, parameter, weight))
+
+
+def weights_of_absent_layers(
+    model: nn.Module, states: Container[LayerState]
+) -> Iterator[AbsentLayer]:
+    """Yield the weights of a model whose layers' ``states`` are not among those given: modules took them over."""
+    for name, parameter in model.named_parameters():
+        part = part_of(parameter)
+        if not is_converted(part) or part.config is None or part.is_of_no_layer:
+            continue  # plain, or an adapter's
+        if isinstance(part.layer, LayerState) and part.layer not in states:
+            yield AbsentLayer(name, LayerRecipe(part.config, part.layer))
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

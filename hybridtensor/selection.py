@@ -273,7 +273,7 @@ def coverage(model: nn.Module) -> Coverage:
                 layer = stacks.get(id(parameter)) or linears.get(module)
                 why = _why_plain(owner, module, layer, name, tuple(parameter.shape))
                 left = PlainMatrix(full, tuple(parameter.shape), *why)
-                config = _config_of(module, parameter)
+                config = _config_of(module, name, parameter)
                 matrices.setdefault(id(parameter), (parameter.numel(), config, left))
     total, every = sum(sizes.values()), sum(size for size, _, _ in matrices.values())
     parameters = products = 0.0
@@ -294,9 +294,12 @@ def is_quantized(formats: tuple[Format, Format]) -> bool:
     return not all(fmt.is_identity for fmt in formats)
 
 
-def _config_of(module: nn.Module, parameter: Tensor) -> HybridConfig | None:
+def _config_of(module: nn.Module, name: str, parameter: Tensor) -> HybridConfig | None:
     part = local(parameter)
-    recipe = part if is_converted(part) else recipe_of(module)
+    if is_converted(part):
+        return None if part.is_of_no_layer else part.config
+    # Of a layer that is pruned or parametrized the weight is computed; its adapters have names of their own
+    recipe = recipe_of(module) if name.startswith(("weight", "original")) else None
     return None if recipe is None else recipe.config
 
 

@@ -301,3 +301,40 @@ def test_what_is_alike_is_said_once():
     assert len(printed.splitlines()) < 40
     assert " x223" in printed
     assert len(str(ht.check(nn.Sequential(*(nn.Linear(64, 64) for _ in range(99))), X)).splitlines()) < 40
+
+
+class TookOver(nn.Module):
+    """Has the weight of a layer that it does not have."""
+
+    def __init__(self, layer, multiply):
+        super().__init__()
+        self.weight, self.multiply = layer.weight, multiply
+
+    def forward(self, x):
+        return self.multiply(x, self.weight)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed"])
+def test_weights_whose_layer_is_gone_are_reported(recipe):
+    net = ht.quantize_(model(), recipe)
+    net[2] = TookOver(net[2], F.linear)
+    assert {row.layer for row in ht.check(net, X, strict=True).products} == {"0", "2.weight"}
+    net[2].multiply = lambda x, weight: (x[:, None] * weight).sum(-1)
+    with pytest.raises(RuntimeError, match=r"2\.weight: its weight was read as values by aten\.mul"):
+        ht.check(net, X, strict=True)
+
+
+class WithAdapter(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + F.linear(F.linear(x, self.down), self.up)
+
+
+@pytest.mark.parametrize("make", [lambda w: torch.zeros(64, 64), lambda w: w.new_zeros(64, 64)])
+def test_adapters_in_a_layers_module_are_plain(make):
+    net = ht.quantize_(WithAdapter(64, 64, bias=False), "fp8")
+    net.down, net.up = (nn.Parameter(make(net.weight)) for _ in range(2))
+    found = ht.check(net, X.detach(), strict=True)
+    assert found.coverage.parameters == pytest.approx(1 / 3)
+    assert [matrix.name for matrix in found.coverage.plain] == ["down", "up"]
+    assert found.flops == pytest.approx(2 / 7)  # x needs no gradient
+    assert len(found.products) == 2

@@ -46,7 +46,10 @@ class LostStates:
     ) -> dict[LayerState, tuple[str, int, int]]:
         found = {}
         for name, parameter in model.named_parameters():
-            state = getattr(getattr(local(parameter), "record", None), "layer", None)
+            part = local(parameter)
+            state = getattr(getattr(part, "record", None), "layer", None)
+            if getattr(part, "is_of_no_layer", False):
+                continue  # an adapter's
             if isinstance(state, LayerState) and not state.is_empty and state not in known:
                 found[state] = self._waiting.get(state, (name, state.steps, 0))
         return found
