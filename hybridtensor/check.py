@@ -237,13 +237,14 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
 def _report(model: nn.Module, recorder: _Recorder, total: int, uncounted: set[str]) -> Check:
     layers: dict[int, list[str]] = {}
     configs, untouched, converted = {}, [], list[tuple[str, LayerRecipe]]()
-    for one in layers_of(model):
+    every = list(layers_of(model))
+    for one in every:
         recipe = one.recipe
         if recipe is not None:
             converted.append((one.name or "<root>", recipe))
         elif one.why_skipped() is None and not is_left_alone(one):
             untouched.append(one.name or "<root>")
-    converted += weights_of_absent_layers(model, {recipe.state for _, recipe in converted})
+    converted += weights_of_absent_layers(model, every)
     for name, recipe in converted:
         layers.setdefault(id(recipe.state), []).append(name)
         configs[id(recipe.state)] = recipe.config

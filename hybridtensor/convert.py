@@ -342,8 +342,10 @@ def _attach_state(layer: Layer, config: HybridConfig) -> LayerState:
     """Create or extend the layer's state, and register it as a submodule if it holds tensors."""
     weight = part_of(layer.weight)
     recipe, name = layer.recipe, layer.state_name
-    known = weight.layer if is_converted(weight) else recipe and recipe.state
+    known = recipe.state if recipe is not None else weight.layer if is_converted(weight) else None
     state = known if isinstance(known, LayerState) else LayerState(layer.name or None)
+    if is_converted(weight):
+        weight.layer = state  # one that came from another layer goes by this one's
     if layer.name:
         state.take_name(layer.name)
     rules = config.delayed_rules()

@@ -82,8 +82,7 @@ def check_tied(who: str, plan: Plan, layers: Iterable[Layer]) -> None:
 def check_layers(model: nn.Module, plan: Plan, layers: list[Layer]) -> None:
     """Raise ValueError unless all of a model's weights get another recipe by their layers, tied ones the same."""
     check_tied("set_config_", plan, layers)
-    states = {layer.recipe.state for layer in layers if layer.recipe is not None}
-    for absent in weights_of_absent_layers(model, states):
+    for absent in weights_of_absent_layers(model, layers):
         raise ValueError(
             f"set_config_: {absent.name} is the weight of a converted layer that is not in the model, and would keep "
             "its recipe; keep the layer as a child of the module that uses its weight, or replace layers before "

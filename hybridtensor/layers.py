@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -11,8 +11,9 @@ from torch.nn.utils import parametrize
 
 from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.linear.kinds import is_linear, stores_transposed
-from hybridtensor.linear.layer_forward import LayerRecipe, recipe_of, set_recipe
-from hybridtensor.linear.stack_forward import set_stack_recipe, stack_recipe
+from hybridtensor.linear.layer_forward import LayerRecipe, set_recipe
+from hybridtensor.linear.owners import is_shared
+from hybridtensor.linear.stack_forward import recipe_at, set_stack_recipe
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import STATE, LayerState
 from hybridtensor.subclasses import is_converted
@@ -83,15 +84,20 @@ class Layer(NamedTuple):
 
     @property
     def recipe(self) -> LayerRecipe | None:
-        """The weight's recipe, or None before ``quantize_``."""
-        known = recipe_of(self.module)
-        if known is not None or not self.is_stack:
-            return known
-        part = part_of(self.weight)
+        """The weight's recipe, and the state that it goes by: the layer's own, or that of another module which has the
+        weight, too. None before ``quantize_``."""
+        known, part = recipe_at(self.module, self.parameter), part_of(self.weight)
         if not is_converted(part) or part.config is None:
-            return stack_recipe(self.module, self.parameter)
-        state = part.layer if isinstance(part.layer, LayerState) else LayerState(self.name)
-        return LayerRecipe(part.config, state)
+            return known
+        if known is None:
+            if not self.is_stack:
+                return None
+            # A hook, such as pruning, renamed it since
+            state = part.layer if isinstance(part.layer, LayerState) else LayerState(self.name)
+            return LayerRecipe(part.config, state)
+        if isinstance(part.layer, LayerState) and is_shared(part, self.module):
+            return known._replace(state=part.layer)
+        return known
 
     def set_recipe(self, config: HybridConfig, state: LayerState) -> None:
         """Make the module apply a recipe to any tensor at the weight's name."""
@@ -160,14 +166,15 @@ def layers_of(model: nn.Module, root: str = "") -> Iterator[Layer]:
                     yield Layer(full, module, parameter, _is_transposed(module, parameter, weight))
 
 
-def weights_of_absent_layers(
-    model: nn.Module, states: Container[LayerState]
-) -> Iterator[AbsentLayer]:
-    """Yield the weights of a model whose layers' ``states`` are not among those given: modules took them over."""
+def weights_of_absent_layers(model: nn.Module, layers: list[Layer]) -> Iterator[AbsentLayer]:
+    """Yield the weights of a model that modules took over, and whose layers are not among its converted ``layers``."""
+    converted = [layer for layer in layers if layer.recipe is not None]
+    states = {layer.recipe.state for layer in converted if layer.recipe is not None}
+    had = {id(part_of(layer.weight)) for layer in converted}
     for name, parameter in model.named_parameters():
         part = part_of(parameter)
-        if not is_converted(part) or part.config is None or part.is_of_no_layer:
-            continue  # plain, or an adapter's
+        if not is_converted(part) or part.config is None or part.is_of_no_layer or id(part) in had:
+            continue  # plain, an adapter's, or in a layer, which lets it go by its own state
         if isinstance(part.layer, LayerState) and part.layer not in states:
             yield AbsentLayer(name, LayerRecipe(part.config, part.layer))
 

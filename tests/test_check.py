@@ -338,3 +338,10 @@ def test_adapters_in_a_layers_module_are_plain(make):
     assert [matrix.name for matrix in found.coverage.plain] == ["down", "up"]
     assert found.flops == pytest.approx(2 / 7)  # x needs no gradient
     assert len(found.products) == 2
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed"])
+def test_layers_that_were_tied_later_are_one(recipe):
+    net = ht.quantize_(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)), recipe)
+    net[1].weight = net[0].weight
+    assert {(row.layer, row.times) for row in ht.check(net, X, strict=True).products} == {("0, 1", 2), ("0, 1", 1)}

@@ -115,3 +115,34 @@ def test_experts_that_exchange_weights(move):
     for name in ("w1", "w2", "w3"):
         move(net[0], net[1], name)
     assert torch.equal(outputs(net), outputs(of_resumed(net, model())))
+
+
+@pytest.mark.parametrize("move", [swap, exchange, lambda a, b: setattr(a, "weight", nn.Parameter(b.weight.clone()))])
+def test_a_layer_with_a_weight_of_another_one_gets_another_recipe(move):
+    """Alone, before its first forward with it."""
+    net = made("fp8_delayed")
+    move(net[0], net[1])
+    ht.set_config_(net[0], "fp8")
+    other = made("fp8_delayed")
+    ht.set_config_(other[0], "fp8")
+    other = of_resumed(net, other)
+    for mine, theirs in zip(train(net).state_dict().values(), train(other).state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("chosen", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_layers_that_were_tied_later_get_another_recipe(chosen, persistent):
+    """Whichever is given one: they have one weight."""
+    net = made("fp8_delayed", persistent=persistent)
+    net[1].weight = net[0].weight
+    for index in chosen:
+        ht.set_config_(net[index], "fp8_delayed/fp8_delayed/mxfp8")
+    twin = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
+    twin[1].weight = twin[0].weight
+    with torch.no_grad():
+        twin[0].weight.copy_(net[0].weight.dequantize())
+    twin = ht.quantize_(twin, "fp8_delayed/fp8_delayed/mxfp8", persistent=persistent)
+    assert torch.equal(net(X), twin(X))
+    (first,), (other,) = (torch.autograd.grad(each(X).square().sum(), each[0].weight) for each in (net, twin))
+    assert torch.equal(first, other)

@@ -31,10 +31,18 @@ def go_by(state: LayerState, weight: Weight, config: HybridConfig, module: nn.Mo
     record.is_new = 0  # a layer has it: no adapter's
     if weight.config != config or isinstance(before, StateTensors):  # which a graph has
         return
-    if before is not None and owner_of(before) is not module and is_of(before, record):
+    if is_shared(weight, module):
         return
     record.layer = state
     record.changes += 1  # faces may be of other scales
+
+
+def is_shared(weight: Weight, module: nn.Module) -> bool:
+    """Return whether a weight of ``module`` goes by the state of another module, which has it, too."""
+    state = weight.record.layer
+    if not isinstance(state, LayerState) or owner_of(state) is module:
+        return False
+    return is_of(state, weight.record)
 
 
 # A graph cannot let it go by the layer's state, and its products would stay plain there, as an adapter's.

@@ -59,16 +59,11 @@ def _names(module: nn.Module, parameter: str) -> tuple[str, ...]:
     return (parameter, computed) if is_there else (parameter,)
 
 
-def stack_recipe(module: nn.Module, parameter: str) -> LayerRecipe | None:
-    """Return the recipe and state of the experts' weight of a name, or None."""
-    found: dict[str, LayerRecipe] = module.__dict__.get(STACKS, {})
-    return found.get(parameter)
-
-
 def recipe_at(module: nn.Module, name: str) -> LayerRecipe | None:
     """Return the recipe and state of a converted weight, by its name in its module, or None."""
     known = recipe_of(module) if name == "weight" else None
-    return stack_recipe(module, name) if known is None else known
+    found: dict[str, LayerRecipe] = module.__dict__.get(STACKS, {})
+    return found.get(name) if known is None else known
 
 
 class StackForward(LayerForward):
