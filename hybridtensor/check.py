@@ -18,7 +18,6 @@ from hybridtensor.dtensor import local
 from hybridtensor.explanation.checked import Check, ProductRow, ReadRow
 from hybridtensor.formats import Format
 from hybridtensor.layers import layers_of, weights_of_absent_layers
-from hybridtensor.linear.layer_forward import LayerRecipe
 from hybridtensor.ops import Face
 from hybridtensor.ops.scaled_mm import select_backend
 from hybridtensor.recipes.spec import GEMMS
@@ -26,6 +25,7 @@ from hybridtensor.selection import coverage, is_left_alone
 from hybridtensor.state.recording import without_recording
 from hybridtensor.state.training import layer_states
 from hybridtensor.subclasses.observing import NO_VALUES, Observer, observers
+from hybridtensor.subclasses.owners import LayerRecipe
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode

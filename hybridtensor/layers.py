@@ -11,12 +11,12 @@ from torch.nn.utils import parametrize
 
 from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.linear.kinds import is_linear, stores_transposed
-from hybridtensor.linear.layer_forward import LayerRecipe, set_recipe
-from hybridtensor.linear.owners import is_shared
+from hybridtensor.linear.layer_forward import set_recipe
 from hybridtensor.linear.stack_forward import recipe_at, set_stack_recipe
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import STATE, LayerState
 from hybridtensor.subclasses import is_converted
+from hybridtensor.subclasses.owners import LayerRecipe, is_shared
 
 SKIPPED_NAMES = {
     "lm_head": "the output head: its error goes straight into the logits",
@@ -95,7 +95,7 @@ class Layer(NamedTuple):
             # A hook, such as pruning, renamed it since
             state = part.layer if isinstance(part.layer, LayerState) else LayerState(self.name)
             return LayerRecipe(part.config, state)
-        if isinstance(part.layer, LayerState) and is_shared(part, self.module):
+        if isinstance(part.layer, LayerState) and is_shared(part.record, self.module):
             return known._replace(state=part.layer)
         return known
 

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from experts import ENDS, Experts, offsets
+from tiers import covered
 from torch import nn
 
 import hybridtensor as ht
@@ -146,3 +147,47 @@ def test_layers_that_were_tied_later_get_another_recipe(chosen, persistent):
     assert torch.equal(net(X), twin(X))
     (first,), (other,) = (torch.autograd.grad(each(X).square().sum(), each[0].weight) for each in (net, twin))
     assert torch.equal(first, other)
+
+
+def give_a_copy(first, second, name="weight"):
+    setattr(first, name, nn.Parameter(getattr(second, name).detach().clone()))
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before the first graph", "after it"])
+@pytest.mark.parametrize(
+    ("recipe", "move", "persistent"),
+    covered(["fp8_delayed", "nvfp4", "fp8_delayed+keep_faces"], [swap, exchange, give_a_copy], [False, True]),
+)
+def test_compiled_layers_whose_weights_moved_are_the_eager_ones(recipe, move, persistent, after, fresh_compiler):
+    """A graph runs no forward of a layer, which would see that its weight came from another one."""
+    found, persistent = [], persistent and "keep" not in recipe
+    for compiled in (False, True):
+        net = train(made(recipe, persistent=persistent), 2, of=lambda net: net[0](X) + net[1](X * 100))
+        run = torch.compile(net, backend="aot_eager") if compiled else net
+        if after:
+            train(net, 1, of=lambda _, run=run: run(X))
+        move(net[0], net[1])
+        train(net, 2, of=lambda _, run=run: run(X))
+        found.append(net.state_dict())
+    for mine, theirs in zip(*(state.values() for state in found), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_compiled_experts_whose_weights_moved_are_the_eager_ones(fresh_compiler):
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net = ht.quantize_(nn.ModuleList([Experts(), Experts()]).bfloat16(), "fp8_delayed")
+        x = random_tensor(ENDS[0][-1], net[0].w1.shape[2], dtype=torch.bfloat16, seed=2)
+        runs = [torch.compile(each, backend="aot_eager") if compiled else each for each in net]
+
+        def outputs(_, runs=runs, x=x):
+            return sum(run(x * (1 + 9 * index), offsets(ENDS[0])) for index, run in enumerate(runs))
+
+        train(net, 2, of=outputs)
+        for name in ("w1", "w2", "w3"):
+            exchange(net[0], net[1], name)
+        train(net, 2, of=outputs)
+        found.append(net.state_dict())
+    for mine, theirs in zip(*(state.values() for state in found), strict=True):
+        assert torch.equal(mine, theirs)

@@ -18,7 +18,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ from hybridtensor.linear.exported import require_own_weight
 from hybridtensor.linear.function import linear, require_plain_autograd
 from hybridtensor.linear.kinds import is_listed
 from hybridtensor.linear.operands import WEIGHTS
-from hybridtensor.linear.owners import go_by, in_eager_code
+from hybridtensor.linear.owners import in_eager_code
 from hybridtensor.linear.tensor_parallel import sharded_linear
 from hybridtensor.linear.uses import Uses
 from hybridtensor.linear.values import as_master_weight
@@ -42,19 +42,12 @@ from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState
 from hybridtensor.subclasses.observing import observers
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
-from hybridtensor.subclasses.owners import set_owner
+from hybridtensor.subclasses.owners import LayerRecipe, go_by, set_owner
 
 _RECIPE = "_hybridtensor_recipe"
 STACKS = "_hybridtensor_stacks"
 """The recipes of a module of experts, by the names of its weights; see ``linear.stack_forward``."""
 _modes_of_functions: Callable[[], bool] = torch._C._is_torch_function_mode_enabled  # private
-
-
-class LayerRecipe(NamedTuple):
-    """The recipe of a converted layer and the state of its quantizers."""
-
-    config: HybridConfig
-    state: LayerState
 
 
 def set_recipe(module: nn.Module, config: HybridConfig, state: LayerState) -> None:
@@ -63,8 +56,8 @@ def set_recipe(module: nn.Module, config: HybridConfig, state: LayerState) -> No
         module.forward = LayerForward(module, module.__dict__.get("forward")).bound
         # Transformers calls a layer with this attribute with the local parts of weights and inputs.
         module.__dict__["_hf_quantized_needs_local_tp"] = True
-    module.__dict__[_RECIPE] = LayerRecipe(config, state)
-    set_owner({"weight": state}, module)
+    recipe = module.__dict__[_RECIPE] = LayerRecipe(config, state)
+    set_owner(module, {"weight": recipe})
 
 
 def drop_recipe(module: nn.Module) -> None:
@@ -72,6 +65,7 @@ def drop_recipe(module: nn.Module) -> None:
     module.__dict__.pop(_RECIPE, None)
     module.__dict__.pop(STACKS, None)
     module.__dict__.pop("_hf_quantized_needs_local_tp", None)
+    set_owner(module, {})
     own = _forward_of(module)
     if own is not None:
         del module.__dict__["forward"]
@@ -150,7 +144,7 @@ class LayerForward:
             if recipe is not None and (
                 weight.record.layer is not recipe.state or weight.record.is_new
             ):
-                go_by(recipe.state, weight, recipe.config, layer)
+                go_by(recipe, weight.record, weight.config, layer)
             if not self._ran and not observers:
                 self._ran = True
                 if recipe is not None and not runs_linear(layer):
@@ -192,27 +186,26 @@ class LayerForward:
     # Copied and pickled with its layer; a bound method of the layer would be unpickled as the method of its class.
     def __deepcopy__(self, memo: dict[int, object]) -> LayerForward:
         layer = required_layer(copy.deepcopy(self._layer(), memo))
-        set_owner(copy.deepcopy(self._states(), memo), layer)
+        set_owner(layer, copy.deepcopy(self._recipes(), memo))
         return type(self)(layer, copy.deepcopy(self.inner, memo))
 
     def __reduce__(self) -> tuple[object, ...]:
-        inner, states = self.inner, self._states()
+        inner, recipes = self.inner, self._recipes()
         # pickle stores a bound method by its name, which would look up this forward on the layer
         if isinstance(inner, types.MethodType) and inner.__self__ is self._layer():
-            return _unbound, (type(self),), (self._layer(), inner.__func__, True, states)
-        return _unbound, (type(self),), (self._layer(), inner, False, states)
+            return _unbound, (type(self),), (self._layer(), inner.__func__, True, recipes)
+        return _unbound, (type(self),), (self._layer(), inner, False, recipes)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        # Former versions pickled no states, or no names of weights
-        layer, inner, bound, *states = state
+        layer, inner, bound, *recipes = state
         LayerForward.__init__(self, layer, types.MethodType(inner, layer) if bound else inner)
-        set_owner(states[0] if states and isinstance(states[0], dict) else {}, layer)
+        if recipes and isinstance(recipes[0], dict):  # former versions pickled none
+            set_owner(layer, recipes[0])
 
-    def _states(self) -> dict[str, LayerState]:
-        """Return the states of the layer's weights, by their names."""
+    def _recipes(self) -> dict[str, LayerRecipe]:
+        """Return the recipes of the layer's weights, by their names."""
         own = required_layer(self._layer()).__dict__
-        recipes = {**own.get(STACKS, {}), **({"weight": own[_RECIPE]} if _RECIPE in own else {})}
-        return {name: recipe.state for name, recipe in recipes.items()}
+        return {**own.get(STACKS, {}), **({"weight": own[_RECIPE]} if _RECIPE in own else {})}
 
 
 def _with_self(signature: inspect.Signature) -> inspect.Signature:

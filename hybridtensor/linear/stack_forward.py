@@ -21,18 +21,17 @@ from hybridtensor.linear.function import require_plain_autograd
 from hybridtensor.linear.layer_forward import (
     STACKS,
     LayerForward,
-    LayerRecipe,
     recipe_of,
     required_layer,
 )
 from hybridtensor.linear.operands import WEIGHTS
-from hybridtensor.linear.owners import go_by, in_eager_code
+from hybridtensor.linear.owners import in_eager_code
 from hybridtensor.linear.values import as_master_weight
 from hybridtensor.ops.library import outside_graphs
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState
 from hybridtensor.subclasses.op_table import Args, Kwargs
-from hybridtensor.subclasses.owners import set_owner
+from hybridtensor.subclasses.owners import LayerRecipe, go_by, set_owner
 
 
 def set_stack_recipe(
@@ -41,12 +40,12 @@ def set_stack_recipe(
     """Make a module of experts apply a recipe to a parameter, and to any tensor in its place."""
     if STACKS not in module.__dict__:
         module.forward = StackForward(module, module.__dict__.get("forward")).bound
-    names = _names(module, parameter)
-    set_owner(dict.fromkeys(names, state), module)
-    module.__dict__[STACKS] = {
+    recipe = LayerRecipe(config, state)
+    recipes = module.__dict__[STACKS] = {
         **module.__dict__.get(STACKS, {}),
-        **dict.fromkeys(names, LayerRecipe(config, state)),
+        **dict.fromkeys(_names(module, parameter), recipe),
     }
+    set_owner(module, recipes)
 
 
 def _names(module: nn.Module, parameter: str) -> tuple[str, ...]:
@@ -82,7 +81,7 @@ class StackForward(LayerForward):
                     return in_eager_code(self, args, kwargs)
                 continue
             if weight.record.layer is not recipe.state or weight.record.is_new:
-                go_by(recipe.state, weight, recipe.config, layer)
+                go_by(recipe, weight.record, weight.config, layer)
         return self.run(layer, args, kwargs)
 
 

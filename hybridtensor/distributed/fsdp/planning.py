@@ -9,11 +9,11 @@ from hybridtensor.distributed.fsdp.stack_plan import stack_plan
 from hybridtensor.distributed.fsdp.torch_compat import ShardedParam
 from hybridtensor.linear.kinds import is_linear
 from hybridtensor.linear.operands import WEIGHTS, layer_of
-from hybridtensor.linear.owners import go_by
 from hybridtensor.linear.stack_forward import recipe_at
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.intercepting import InterceptingTensor
+from hybridtensor.subclasses.owners import go_by
 
 
 def plan_of(sharded: ShardedParam, config: HybridConfig) -> Plan:
@@ -38,7 +38,7 @@ def go_by_its_layer(sharded: ShardedParam) -> None:
     found = [(module, recipe_at(module, name)) for module, name in places]
     for module, recipe in found:
         if recipe is not None and (part.layer is not recipe.state or part.record.is_new):
-            go_by(recipe.state, part, recipe.config, module)
+            go_by(recipe, part.record, part.config, module)
     # FSDP2 makes shards by a factory, of an adapter's parameter by a second one
     if part.record.is_new > 1 and not any(recipe for _, recipe in found):
         module, name = places[0]
