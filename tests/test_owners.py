@@ -191,3 +191,33 @@ def test_compiled_experts_whose_weights_moved_are_the_eager_ones(fresh_compiler)
         found.append(net.state_dict())
     for mine, theirs in zip(*(state.values() for state in found), strict=True):
         assert torch.equal(mine, theirs)
+
+
+class Reader(nn.Module):
+    """Multiplies by the weights of its layers itself."""
+
+    def __init__(self, multiply):
+        super().__init__()
+        self.first, self.second = (nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.multiply = multiply
+
+    def forward(self, x):
+        return self.multiply(torch.tanh(self.multiply(x, self.first.weight)), self.second.weight)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("multiply", [nn.functional.linear, lambda x, w: x @ w.t()], ids=["linear", "matmul"])
+@pytest.mark.parametrize("move", [swap, exchange, give_a_copy])
+def test_weights_that_moved_between_layers_whose_module_multiplies(move, multiply, compiled, fresh_compiler):
+    def new():
+        torch.manual_seed(0)
+        return ht.quantize_(Reader(multiply), "fp8_delayed")
+
+    net = train(new(), of=lambda net: net(X * 100))
+    move(net.first, net.second)
+    other = of_resumed(net, new())
+    run = torch.compile(net, backend="aot_eager") if compiled else net
+    train(net, of=lambda _: run(X * 100))
+    train(other, of=lambda net: net(X * 100))
+    for mine, theirs in zip(net.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)

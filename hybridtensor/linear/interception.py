@@ -23,6 +23,7 @@ from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.intercepting import InterceptingTensor, name_of_weights
 from hybridtensor.subclasses.observing import observe_read
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
+from hybridtensor.subclasses.owners import settle
 
 T = TypeVar("T", bound=Callable[..., object])
 
@@ -51,6 +52,10 @@ def intercept_products(*functions: Func) -> Callable[[T], T]:
     def add(handler: T) -> T:
         @functools.wraps(handler)
         def handle(func: Func, args: Args, kwargs: Kwargs) -> object:
+            if not torch.compiler.is_dynamo_compiling():  # flattening does it for graphs
+                for value in (*args, *kwargs.values()):
+                    if is_weight(value) and not value.record.is_new:
+                        settle(value.record, value.config)
             if any(map(_is_of_no_layer, args)) or any(map(_is_of_no_layer, kwargs.values())):
                 args, kwargs = tree_map(_values_of_no_layer, (args, kwargs))
                 return func(*args, **kwargs)

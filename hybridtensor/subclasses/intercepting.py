@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from hybridtensor.ops import Groups
 from hybridtensor.state import Context, LayerState, StateTensors
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
-from hybridtensor.subclasses.owners import Place, place_of, settle
+from hybridtensor.subclasses.owners import place_of, settle
 from hybridtensor.subclasses.record import WeightRecord
 from hybridtensor.subclasses.wrapper import Attributes, Metadata, Size, Stride, WrapperTensor
 
@@ -89,7 +89,6 @@ class _Flattened(NamedTuple):
     config: HybridConfig | None
     first: int | None
     is_set: tuple[bool, ...]
-    place: Place | None
     result: tuple[list[str], tuple[Metadata, Metadata | None]]
 
 
@@ -209,20 +208,15 @@ class InterceptingTensor(WrapperTensor):
             and known.config is self.config
             and known.first == record.first
             and known.is_set == is_set
-            and (known.place is None or known.place.has(record))
+            and (record.place is None or record.place.has(record))
         ):
             return known.result
-        place = None
-        if isinstance(layer, LayerState) and (
-            getattr(self, "_is_param", False) or record.section is not None
-        ):
-            place = settle(
-                record, self.config
-            )  # a graph runs no forward of the layer, which would do it
+        if getattr(self, "_is_param", False) or record.section is not None:
+            settle(record, self.config)  # a graph runs no forward of the layer, which would do it
         result = super().__tensor_flatten__()
         state = self.state
         if isinstance(record.layer, LayerState) and state is not None and not record.is_new:
-            self._flattened = _Flattened(state, self.config, record.first, is_set, place, result)
+            self._flattened = _Flattened(state, self.config, record.first, is_set, result)
         return result
 
     def is_set(self) -> tuple[bool, ...]:

@@ -95,17 +95,24 @@ def go_by(
     record.changes += 1  # faces may be of other scales
 
 
-def settle(record: WeightRecord, config: HybridConfig | None) -> Place | None:
-    """Let a weight go by the state of the layer that has it, and return where it is; None if no layer has it."""
-    if not isinstance(record.layer, LayerState):
-        return None
-    place = place_of(record.layer, record)
-    if place is not None:
-        return place
+def settle(record: WeightRecord, config: HybridConfig | None) -> None:
+    """Let a weight go by the state of the layer that has it, if it is not where it was found last.
+
+    Args:
+        record: The weight's.
+        config: The weight's.
+    """
+    if not isinstance(record.layer, LayerState) or (
+        record.place is not None and record.place.has(record)
+    ):
+        return
+    record.place = place_of(record.layer, record)
+    if record.place is not None:
+        return
     for module, recipes in list(_recipes.items()):
         for name, recipe in recipes.items():
             place = Place(weakref.ref(module), name)
             if place.has(record):
+                record.place = place
                 go_by(recipe, record, config, module)
-                return place
-    return None
+                return

@@ -19,6 +19,13 @@ read_version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
+class Place(Protocol):
+    """Interface of ``owners.Place``, where a module has a weight."""
+
+    def has(self, record: WeightRecord) -> bool:
+        """Return whether the weight that is there now has this record."""
+
+
 class Gathered(Protocol):
     """Interface of ``distributed.fsdp.shard.Shard``, which owns a gathered weight's faces."""
 
@@ -77,6 +84,7 @@ class WeightRecord:
         face_cache: The cached faces.
         context: Cached context of the weight; None if it was not requested, or for a stack.
         for_products: Cached context, recipe, and the context of faces that only products read.
+        place: The ``owners.Place`` where the weight was found last, or None.
         readers: The layers that an input was quantized for; None of any other tensor.
         amaxes: Record of such an input's amaxes, for the forward that reads it, or None.
     """
@@ -97,6 +105,7 @@ class WeightRecord:
         "is_held_elsewhere",
         "is_new",
         "layer",
+        "place",
         "readers",
         "replayed",
         "section",
@@ -125,6 +134,7 @@ class WeightRecord:
         self.face_cache = FaceCache()
         self.context: Context | None = None
         self.for_products: tuple[Context, object, Context] | None = None
+        self.place: Place | None = None
         self.readers: ReadBy | None = None
         self.amaxes: Tensor | ReturnedAmaxes | None = None
         self._holders: dict[int, _Holder] = {}
