@@ -355,7 +355,7 @@ def _local_parts(module: nn.Module) -> Iterator[None]:
             part = local(parameter)
             state = module._modules.get(f"{name}_{STATE}")
             if is_converted(part) and isinstance(state, LayerState):
-                part.record.layer = state  # that of a copied module is its own
+                part.layer = state  # that of a copied module is its own
             # without a gradient there is nothing to place, in inference mode no view
             module._parameters[name] = parameter.to_local() if torch.is_grad_enabled() else part
     try:

@@ -168,8 +168,8 @@ class LayerForward:
         if isinstance(weight, DTensor) and isinstance(part, WEIGHTS):
             # Tensor parallel.
             state = recipe.state
-            if not torch.compiler.is_dynamo_compiling():
-                part.record.layer = state  # that of a copied layer is its own
+            if not torch.compiler.is_dynamo_compiling() and part.record.layer is not state:
+                go_by(recipe, part.record, part.config, layer)
             _require_ranks(state)
             _require_cuttable(layer, state)
             if self.inner is None and _is_linear(layer):

@@ -136,7 +136,9 @@ class InterceptingTensor(WrapperTensor):
 
     @layer.setter
     def layer(self, layer: LayerState | StateTensors | None) -> None:
-        self.record.layer = layer
+        if self.record.layer is not layer:
+            self.record.layer = layer
+            self.record.changes += 1  # faces may be of other scales
 
     # Optimizers ask five times per step for it, which takes 2 us each where it passes through ``__torch_function__``
     @property
