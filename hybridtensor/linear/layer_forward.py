@@ -33,7 +33,6 @@ from hybridtensor.linear.exported import require_own_weight
 from hybridtensor.linear.function import linear, require_plain_autograd
 from hybridtensor.linear.kinds import is_listed
 from hybridtensor.linear.operands import WEIGHTS
-from hybridtensor.linear.owners import in_eager_code
 from hybridtensor.linear.tensor_parallel import sharded_linear
 from hybridtensor.linear.uses import Uses
 from hybridtensor.linear.values import as_master_weight
@@ -206,6 +205,15 @@ class LayerForward:
         """Return the recipes of the layer's weights, by their names."""
         own = required_layer(self._layer()).__dict__
         return {**own.get(STACKS, {}), **({"weight": own[_RECIPE]} if _RECIPE in own else {})}
+
+
+# A graph cannot let it go by the layer's state, and its products would stay plain there, as an adapter's.
+@outside_graphs(
+    "a factory, such as new_zeros, made the weight of a converted layer of another weight"
+)
+def in_eager_code(forward: LayerForward, args: Args, kwargs: Kwargs) -> object:
+    """Call the forward of a layer outside of graphs."""
+    return forward(*args, **kwargs)
 
 
 def _with_self(signature: inspect.Signature) -> inspect.Signature:

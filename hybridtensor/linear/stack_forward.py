@@ -21,11 +21,11 @@ from hybridtensor.linear.function import require_plain_autograd
 from hybridtensor.linear.layer_forward import (
     STACKS,
     LayerForward,
+    in_eager_code,
     recipe_of,
     required_layer,
 )
 from hybridtensor.linear.operands import WEIGHTS
-from hybridtensor.linear.owners import in_eager_code
 from hybridtensor.linear.values import as_master_weight
 from hybridtensor.ops.library import outside_graphs
 from hybridtensor.recipes.config import HybridConfig
