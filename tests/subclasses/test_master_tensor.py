@@ -193,6 +193,7 @@ def test_views_and_copies_are_master_weights_with_the_plain_result(op):
 
 
 ZERO, ROWS = torch.tensor([[0]]), torch.full((6,), 0.1)
+ONE = torch.ones(1, 1, requires_grad=True)
 READS = {
     "abs": torch.abs, "add": lambda w: w + 1, "mul": lambda w: 2 * w, "sub": lambda w: 1 - w, "div": lambda w: w / 2,
     "neg": lambda w: -w, "pow": lambda w: w**2, "norm": torch.linalg.vector_norm, "norm2": lambda w: w.norm(),
@@ -228,6 +229,27 @@ def test_reads_give_the_plain_result(name):
         got, expected = READS[name](w), READS[name](w.master)
     assert type(got) is torch.Tensor
     assert torch.equal(got, expected)
+
+
+PENALTIES = {
+    "abs": torch.abs, "norm": lambda w: w.norm(1), "largest": lambda w: w.norm(float("inf")), "sgn": torch.sgn,
+    "mse": READS["mse"], "huber": lambda w: nn.functional.huber_loss(w, torch.ones(6, 8)),
+    "smooth_l1": lambda w: nn.functional.smooth_l1_loss(w, torch.ones(6, 8)), "gelu": nn.functional.gelu,
+    "elu": nn.functional.elu, "leaky_relu": nn.functional.leaky_relu, "softplus": nn.functional.softplus,
+    "layer_norm": lambda w: nn.functional.layer_norm(w, (8,)), "cdist": lambda w: torch.cdist(w, torch.ones(6, 8)),
+    "weights of a bag": lambda w: nn.functional.embedding_bag(ZERO, w, per_sample_weights=ONE, mode="sum"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_gradients_of_reads_are_the_plain_ones(name):
+    """Backward reads the weight once more, by an operator of its own."""
+    w = nn.Parameter(weight())
+    plain = nn.Parameter(w.detach().dequantize().clone())
+    for one in (w, plain):
+        PENALTIES[name](one).sum().backward()
+    assert type(w.grad) is torch.Tensor
+    assert torch.equal(w.grad, plain.grad)
 
 
 def test_every_write_operator_is_noted():

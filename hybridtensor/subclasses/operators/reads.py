@@ -27,12 +27,16 @@ _NAMES = """
     mse_loss mul mv nan_to_num nanmean nanmedian nansum native_dropout native_layer_norm ne neg
     new_full new_ones
     nonzero norm ones_like pow prod put quantile rand_like randint_like randn_like reciprocal
-    relu remainder renorm repeat roll rot90 round rsqrt rsub scatter scatter_add sigmoid sign
+    relu remainder renorm repeat roll rot90 round rsqrt rsub scatter scatter_add sgn sigmoid sign
     signbit silu sin smooth_l1_loss _softmax softplus sort sqrt square stack std std_mean sub
     sum take tanh _to_sparse topk trace tril triu trunc unfold _unique2 var var_mean vdot
     _weight_norm_interface _weight_norm_interface_backward where zeros_like
     _foreach_abs _foreach_add _foreach_div _foreach_lerp _foreach_max _foreach_mul _foreach_neg
     _foreach_norm _foreach_sign _foreach_sqrt _foreach_sub
+
+    _cdist_backward elu_backward _embedding_bag_per_sample_weights_backward gelu_backward
+    huber_loss_backward leaky_relu_backward mse_loss_backward native_layer_norm_backward
+    smooth_l1_loss_backward softplus_backward
 """
 
 IN_PLACE = overloads(
