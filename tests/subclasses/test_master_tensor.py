@@ -58,7 +58,8 @@ WRITES = {
     "trunc_normal_": lambda w: nn.init.trunc_normal_(w),
     "kaiming": lambda w: nn.init.kaiming_uniform_(w),
     "xavier": lambda w: nn.init.xavier_normal_(w),
-    "orthogonal": lambda w: nn.init.orthogonal_(w.t()),
+    "orthogonal": lambda w: nn.init.orthogonal_(w),
+    "orthogonal of t": lambda w: nn.init.orthogonal_(w.t()),
     "eye": lambda w: nn.init.eye_(w),
     "lerp_": lambda w: w.lerp_(torch.ones(6, 8), 0.5),
     "clamp_": lambda w: w.clamp_(-0.1, 0.1),
@@ -100,6 +101,14 @@ def test_no_write_is_missed(name):
         WRITES[name](w)
     assert not torch.equal(w.master, before)
     assert_fresh(w)
+
+
+def test_an_orthogonal_weight_is_that_of_a_plain_layer():
+    w, plain = nn.Parameter(weight()), torch.empty(6, 8)
+    for one in (w, plain):
+        torch.manual_seed(0)
+        nn.init.orthogonal_(one)
+    assert torch.equal(w.detach().dequantize(), plain)
 
 
 def test_faces_are_made_once_per_write():

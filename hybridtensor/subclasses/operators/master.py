@@ -90,6 +90,17 @@ def _copy(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return made
 
 
+@table.register(aten.t_.default)
+def _transpose_in_place(func: Func, args: Args, kwargs: Kwargs) -> MasterWeight:
+    """Transpose as ``nn.init.orthogonal_`` does with what ``new_empty`` made."""
+    weight: MasterWeight = args[0]
+    if not weight.record.is_new:
+        table.refuse(func)
+    weight.become(weight.alias(weight.plain.t()))
+    weight.mark_written()
+    return weight
+
+
 @table.register(aten.set_data.default)
 def _set_data(func: Func, args: Args, kwargs: Kwargs) -> None:
     """Assign ``weight.data`` as for plain tensors."""
