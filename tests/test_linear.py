@@ -28,7 +28,7 @@ SPECS = [*WORDS, "fp8/fp8_rowwise/bf16", "fp8_rowwise/bf16/fp8", "bf16/fp8/fp8_r
          "fp8+dequantized", "fp8_rowwise+dequantized", "fp8+save_original_input"]  # fmt: skip
 BY_OPERAND = ["fp8:fp8_rowwise/bf16:fp8/fp8_rowwise:bf16", "bf16:mxfp8/bf16/fp8", "bf16:mxfp4+dequantized",
               "fp8_block:mxfp4/fp8_block/fp8_block+rowwise_dequantized_weight"]  # fmt: skip
-SHAPES = [(32,), (5, 32), (2, 5, 32), (2, 3, 5, 32), (1, 32), (0, 32), (2, 0, 32)]
+SHAPES = [(32,), (5, 32), (2, 5, 32), (2, 3, 5, 32), (2, 3, 1, 4, 32), (1, 32), (0, 32), (2, 0, 32)]
 
 
 def layer(spec, k=32, n=48, *, bias=False, dtype=torch.bfloat16, device="cpu", persistent=False):
@@ -759,10 +759,10 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"got bias in torch\.float32"):
             F.linear(torch.zeros(4, 32).bfloat16(), converted.weight, torch.zeros(48))
 
-    @pytest.mark.parametrize("shape", [(), (33,), (4, 31), (1, 1, 1, 1, 32)], ids=str)
+    @pytest.mark.parametrize("shape", [(), (33,), (4, 31)], ids=str)
     def test_shape(self, shape):
         converted, _ = layer("fp8")
-        with pytest.raises((ValueError, IndexError), match="input of one to four dimensions, the last of 32 features"):
+        with pytest.raises((ValueError, IndexError), match="input whose last dimension has 32 features"):
             converted(torch.zeros(shape, dtype=torch.bfloat16))
 
     def test_devices(self):

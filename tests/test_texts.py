@@ -208,8 +208,8 @@ def test_errors_of_a_forward():
             lambda: converted(torch.zeros(4, 64, device="meta")),
         ),
         """\
-ValueError: linear: an input of one to four dimensions, the last of 64 features, is required, got shape (4,
-  48) for a weight (32, 64)
+ValueError: linear: an input whose last dimension has 64 features is required, got shape (4, 48) for a weight
+  (32, 64)
 TypeError: linear: a floating-point input is required, got torch.int32; cast it
 ValueError: linear: one dtype is required, got input in torch.bfloat16 for a weight in torch.float32; cast
   one, or use torch.autocast

@@ -75,8 +75,8 @@ def linear(
         y = ht.linear.linear(x, layer.weight, layer.bias)  # F.linear calls it
 
     Args:
-        input: ``[..., in_features]``, one to four dimensions, of the weight's dtype (under autocast: any floating
-            dtype); or a ``HybridTensor`` that was quantized before, whose faces are then used as they are.
+        input: ``[..., in_features]``, of the weight's dtype (under autocast: any floating dtype); or a ``HybridTensor``
+            that was quantized before, whose faces are then used as they are.
         weight: ``[out_features, in_features]``.
         bias: ``[out_features]`` or None.
         operand: The faces of the input, if another function already made them, such as a norm that quantizes its
@@ -336,9 +336,9 @@ def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtyp
     shape, of_weight = input.shape, weight.shape
     if len(of_weight) != 2:
         raise ValueError(f"linear: a matrix is required as weight, got shape {tuple(of_weight)}")
-    if not 1 <= len(shape) <= 4 or shape[-1] != of_weight[1]:
+    if not shape or shape[-1] != of_weight[1]:
         raise ValueError(
-            f"linear: an input of one to four dimensions, the last of {of_weight[1]} features, is required, "
+            f"linear: an input whose last dimension has {of_weight[1]} features is required, "
             f"got shape {tuple(shape)} for a weight {tuple(of_weight)}"
         )
     state = weight.record.layer
