@@ -10,6 +10,7 @@ from hybridtensor.distributed.checkpoint.plain import plain_weight
 from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.dtensor import local, with_local
 from hybridtensor.state import LayerState
+from hybridtensor.state.keys import has_layer
 from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
 from hybridtensor.subclasses.quantizing import persistent_weight
 
@@ -58,15 +59,20 @@ def before_loading(
     state_dict: dict[str, Tensor],
     prefix: str,
     local_metadata: dict[str, object],
+    strict: bool,
+    missing: list[str],
     *_: object,
 ) -> None:
     """Load the scales that values are quantized by, and give tensors the model's recipes with ``assign=True``."""
     for name, state in module._modules.items():
         if isinstance(state, LayerState):
+            own = f"{prefix}{name}."
             # torch loads a module's parameters before its submodules, and then this again, with its errors
-            state._load_from_state_dict(
-                state_dict, f"{prefix}{name}.", local_metadata, False, [], [], []
-            )
+            state._load_from_state_dict(state_dict, own, local_metadata, False, [], [], [])
+            if not has_layer(
+                state_dict, own
+            ):  # that time it sees its own entries only
+                missing += [own + buffer for buffer in state.state_dict()]
     # Values belong to the checkpoint, the recipe to the model: without this hook a plain checkpoint would silently
     # turn quantization off.
     if not local_metadata.get("assign_to_params_buffers"):

@@ -18,6 +18,7 @@ from faces import tensor_faces
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels import require_kernels
+from safetensors.torch import load_model, save_model
 from tiers import examples
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -807,6 +808,26 @@ def test_a_part_of_a_model_is_loaded_without_the_state_of_the_rest(recipe):
     net.load_state_dict({"1.weight": net[1].weight.detach().clone()}, strict=False)
     assert not all(map(torch.equal, values(net[1]), before[0]))
     assert all(map(torch.equal, values(net[2]), before[1]))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+def test_tied_layers_load_from_a_file_that_has_one_of_their_names(recipe, tmp_path):
+    """``load_model`` of safetensors asks what ``load_state_dict`` found missing: all names but those of the file."""
+
+    def tied():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
+        net[1].weight = net[0].weight
+        return ht.quantize_(net, recipe)
+
+    net, again = tied(), tied()
+    for _ in range(2):
+        (100 * net(torch.randn(16, 32))).sum().backward()
+        ht.step_(net)
+    save_model(net, tmp_path / "model.safetensors")
+    load_model(again, tmp_path / "model.safetensors")
+    saved, loaded = net.state_dict(), again.state_dict()
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
 ROUNDED_AT_RANDOM = dataclasses.replace(HybridConfig.parse("nvfp4"), weight=ht.NVFP4Quantizer(rounding="stochastic"))
