@@ -210,7 +210,7 @@ def _add_faces(
     directions = ("rowwise", "columnwise") if columnwise else (forward,)
     for direction in directions:
         face = getattr(weight, direction)
-        if direction == "columnwise" and follows_rowwise(weight):
+        if "rowwise" in description["faces"] and follows_rowwise(weight):
             description["faces"][direction] = {"follows": "rowwise"}
         elif face is not None:
             description["faces"][direction] = _add_face(tensors, f"{name}.{direction}", face)

@@ -69,9 +69,7 @@ def before_loading(
             own = f"{prefix}{name}."
             # torch loads a module's parameters before its submodules, and then this again, with its errors
             state._load_from_state_dict(state_dict, own, local_metadata, False, [], [], [])
-            if not has_layer(
-                state_dict, own
-            ):  # that time it sees its own entries only
+            if not has_layer(state_dict, own):  # that time it sees its own entries only
                 missing += [own + buffer for buffer in state.state_dict()]
     # Values belong to the checkpoint, the recipe to the model: without this hook a plain checkpoint would silently
     # turn quantization off.

@@ -251,6 +251,18 @@ def test_quantized_files_come_back(persistent, tmp_path):
     assert values["0.weight"].shape == (IN, HIDDEN)
 
 
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_files_hold_weights_that_are_not_quantized(persistent, columnwise, tmp_path):
+    """Of two faces in high precision, one is written: not the other one, if only that is asked for."""
+    values = make().state_dict()
+    model = ht.quantize_(make(), "bf16", persistent=persistent)
+    path = ht.export_safetensors(model, tmp_path / "model.safetensors", "quantized", columnwise=columnwise)
+    loaded = ht.load_safetensors(path)
+    for name in ("0.weight", "2.weight"):
+        assert torch.equal(loaded[name].dequantize(), values[name])
+
+
 def test_engines_have_no_layout_for_it(tmp_path):
     with pytest.raises(NotImplementedError, match=r"got 0.weight of a ByAddmm with weight \[in, out\].*keep_bf16"):
         ht.export_pretrained(ht.quantize_(make(), "fp8_rowwise"), tmp_path / "folder")
