@@ -341,9 +341,8 @@ def _convert(
 def _attach_state(layer: Layer, config: HybridConfig) -> LayerState:
     """Create or extend the layer's state, and register it as a submodule if it holds tensors."""
     weight = part_of(layer.weight)
-    recipe, name = layer.recipe, layer.state_name
-    known = recipe.state if recipe is not None else weight.layer if is_converted(weight) else None
-    state = known if isinstance(known, LayerState) else LayerState(layer.name or None)
+    name = layer.state_name
+    state = layer.state or LayerState(layer.name or None)
     if is_converted(weight):
         weight.layer = state  # one that came from another layer goes by this one's
     if layer.name:

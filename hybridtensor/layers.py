@@ -16,7 +16,7 @@ from hybridtensor.linear.stack_forward import recipe_at, set_stack_recipe
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import STATE, LayerState
 from hybridtensor.subclasses import is_converted
-from hybridtensor.subclasses.owners import LayerRecipe, is_shared
+from hybridtensor.subclasses.owners import LayerRecipe, is_of_another, is_shared
 
 SKIPPED_NAMES = {
     "lm_head": "the output head: its error goes straight into the logits",
@@ -98,6 +98,17 @@ class Layer(NamedTuple):
         if isinstance(part.layer, LayerState) and is_shared(part.record, self.module):
             return known._replace(state=part.layer)
         return known
+
+    @property
+    def state(self) -> LayerState | None:
+        """The state that the layer goes on with where it gets a recipe; None before ``quantize_``."""
+        recipe, part = self.recipe, part_of(self.weight)
+        if recipe_at(self.module, self.parameter) is not None or not is_converted(part):
+            return None if recipe is None else recipe.state
+        state = part.layer
+        if not isinstance(state, LayerState) or is_of_another(part.record, self.module):
+            return None  # a copy has that of the other layer, which keeps it
+        return state
 
     def set_recipe(self, config: HybridConfig, state: LayerState) -> None:
         """Make the module apply a recipe to any tensor at the weight's name."""

@@ -221,3 +221,29 @@ def test_weights_that_moved_between_layers_whose_module_multiplies(move, multipl
     train(other, of=lambda net: net(X * 100))
     for mine, theirs in zip(net.state_dict().values(), other.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+@pytest.mark.parametrize("make", [lambda w: w.detach().clone(), torch.empty_like])
+def test_a_layer_that_begins_with_a_copy_has_a_state_of_its_own(make, recipe):
+    """As if the values came from elsewhere."""
+    found = []
+    for of_weight in (make, lambda w: torch.empty(w.shape)):
+        net = made(recipe)
+        torch.manual_seed(1)
+        net.append(nn.Linear(64, 64, bias=False))
+        net[2].weight = nn.Parameter(of_weight(net[0].weight))
+        nn.init.normal_(net[2].weight)
+        found.append(train(ht.quantize_(net, recipe)).state_dict())
+    for mine, theirs in zip(*(state.values() for state in found), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("make", [lambda w: w.detach().clone(), torch.empty_like])
+def test_experts_that_begin_with_copies_have_states_of_their_own(make):
+    net = ht.quantize_(nn.ModuleList([Experts()]), "fp8_delayed")
+    net.append(Experts())
+    for name in ("w1", "w2", "w3"):
+        setattr(net[1], name, nn.Parameter(make(getattr(net[0], name))))
+    ht.quantize_(net, "fp8_delayed")
+    assert len({id(each) for each in net.modules() if type(each).__name__ == "LayerState"}) == 6

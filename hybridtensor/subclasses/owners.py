@@ -75,6 +75,14 @@ def is_shared(record: WeightRecord, module: nn.Module) -> bool:
     return place_of(state, record) is not None
 
 
+def is_of_another(record: WeightRecord, module: nn.Module) -> bool:
+    """Return whether a weight of ``module`` was made of that of another module, and has that one's state."""
+    state = record.layer
+    if not isinstance(state, LayerState) or owner_of(state) in (None, module):
+        return False
+    return place_of(state, record) is None
+
+
 def go_by(
     recipe: LayerRecipe, record: WeightRecord, config: HybridConfig | None, module: nn.Module
 ) -> None:
