@@ -24,7 +24,7 @@ from hybridtensor.explanation.totals import (
     shares,
 )
 from hybridtensor.formats import Format
-from hybridtensor.layers import Layer, layers_of
+from hybridtensor.layers import Layer, is_of_no_layer, layers_of
 from hybridtensor.linear.layer_forward import has_own_forward
 from hybridtensor.ops.grouped_mm import select_grouped_backend
 from hybridtensor.ops.scaled_mm import select_backend
@@ -162,7 +162,9 @@ def explain(model: nn.Module, *, show: bool = False) -> Explanation:
         layer, module = found.name or "<root>", found.module
         weight, recipe = part_of(found.weight), found.recipe
         # A weight that a parametrization computes has no recipe of its own; its layer has.
-        config = weight.config if is_converted(weight) else recipe and recipe.config
+        config = recipe and recipe.config
+        if is_converted(weight) and not is_of_no_layer(weight):
+            config = weight.config
         if config is not None:
             gathered = gathers(module, weight) if is_converted(weight) else None
             if gathered is not None:

@@ -30,6 +30,7 @@ from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, together
 from hybridtensor.dtensor import local, with_local
 from hybridtensor.formats import get_format
 from hybridtensor.inference.stored import require_scales
+from hybridtensor.layers import is_of_no_layer
 from hybridtensor.ops import Face
 from hybridtensor.optim import MasterWeights
 from hybridtensor.state import weight_of_state
@@ -140,9 +141,10 @@ def _collect(
     metadata = {"format": "pt"}
     weights: dict[str, Description] = {}
     for name, value, first in _named(model):
+        quantized = dtype == "quantized" and not is_of_no_layer(local(value))
         if first != name:
             metadata[name] = first
-        elif dtype == "quantized" and isinstance(local(value), (MasterWeight, HybridTensor)):
+        elif quantized and isinstance(local(value), (MasterWeight, HybridTensor)):
             weights[name] = _add_faces(tensors, name, value, columnwise)
         else:
             tensors[name] = _in_high_precision(value, of, DTYPES.get(dtype))

@@ -16,7 +16,7 @@ from hybridtensor.linear.stack_forward import recipe_at, set_stack_recipe
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import STATE, LayerState
 from hybridtensor.subclasses import is_converted
-from hybridtensor.subclasses.owners import LayerRecipe, is_of_another, is_shared
+from hybridtensor.subclasses.owners import LayerRecipe, is_of_another, is_shared, settle
 
 SKIPPED_NAMES = {
     "lm_head": "the output head: its error goes straight into the logits",
@@ -90,7 +90,7 @@ class Layer(NamedTuple):
         if not is_converted(part) or part.config is None:
             return known
         if known is None:
-            if not self.is_stack:
+            if not self.is_stack or is_of_no_layer(part):
                 return None
             # A hook, such as pruning, renamed it since
             state = part.layer if isinstance(part.layer, LayerState) else LayerState(self.name)
@@ -157,6 +157,14 @@ class AbsentLayer(NamedTuple):
     recipe: LayerRecipe
 
 
+def is_of_no_layer(tensor: object) -> bool:
+    """Return whether products with a tensor of ours stay plain, as an adapter's, whether or not its layer ran."""
+    if not is_converted(tensor) or not tensor.record.is_new:
+        return False
+    settle(tensor.record, tensor.config)
+    return tensor.is_of_no_layer
+
+
 def layers_of(model: nn.Module, root: str = "") -> Iterator[Layer]:
     """Yield every layer that a recipe can be for; three-dimensional parameters of torch's own modules are not
     experts."""
@@ -184,7 +192,7 @@ def weights_of_absent_layers(model: nn.Module, layers: list[Layer]) -> Iterator[
     had = {id(part_of(layer.weight)) for layer in converted}
     for name, parameter in model.named_parameters():
         part = part_of(parameter)
-        if not is_converted(part) or part.config is None or part.is_of_no_layer or id(part) in had:
+        if not is_converted(part) or part.config is None or is_of_no_layer(part) or id(part) in had:
             continue  # plain, an adapter's, or in a layer, which lets it go by its own state
         if isinstance(part.layer, LayerState) and part.layer not in states:
             yield AbsentLayer(name, LayerRecipe(part.config, part.layer))

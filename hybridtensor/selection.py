@@ -16,7 +16,7 @@ from hybridtensor import recipes
 from hybridtensor.arguments import require_choice, require_items, require_text, shown
 from hybridtensor.dtensor import local
 from hybridtensor.formats import Format
-from hybridtensor.layers import SKIPPED_NAMES, Layer, layers_of
+from hybridtensor.layers import SKIPPED_NAMES, Layer, is_of_no_layer, layers_of
 from hybridtensor.linear.layer_forward import recipe_of
 from hybridtensor.quantizers import IdentityQuantizer, Quantizer
 from hybridtensor.recipes.config import KEEP_FACES, HybridConfig, QuantizerRole
@@ -297,7 +297,7 @@ def is_quantized(formats: tuple[Format, Format]) -> bool:
 def _config_of(module: nn.Module, name: str, parameter: Tensor) -> HybridConfig | None:
     part = local(parameter)
     if is_converted(part):
-        return None if part.is_of_no_layer else part.config
+        return None if is_of_no_layer(part) else part.config
     # Of a layer that is pruned or parametrized the weight is computed; its adapters have names of their own
     recipe = recipe_of(module) if name.startswith(("weight", "original")) else None
     return None if recipe is None else recipe.config

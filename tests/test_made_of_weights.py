@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from saving import through_a_file
 from tiers import covered
 from torch import nn
@@ -221,3 +222,59 @@ def test_a_persistent_weight_makes_no_adapters():
     with pytest.raises(NotImplementedError, match=r"made of a persistent weight by new_zeros.*torch\.zeros"):
         F.linear(torch.randn(16, WIDTH), down)
     assert type(layer.weight.new_ones(2)) is type(layer.weight.new_full((2,), 3.0)) is torch.Tensor
+
+
+class Lora(nn.Module):
+    """An adapter of two linear layers, which is not converted."""
+
+    def __init__(self, layer, make):
+        super().__init__()
+        self.layer, self.down, self.up = layer, nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        for own in (self.down, self.up):
+            own.weight = nn.Parameter(make(layer.weight, *own.weight.shape))
+            nn.init.eye_(own.weight)
+
+
+class ExpertsLora(nn.Module):
+    """Experts, and an adapter that is a stack of matrices."""
+
+    def __init__(self, experts, make):
+        super().__init__()
+        self.experts, self.num_experts = experts, 2
+        self.down = nn.Parameter(make(experts.w1, 2, WIDTH, WIDTH))
+        with torch.no_grad():
+            self.down.copy_(torch.randn(2, WIDTH, WIDTH))
+
+    def forward(self, x):
+        x = F.grouped_mm(x, self.down.transpose(-2, -1), offs=torch.tensor([8, 16], dtype=torch.int32))
+        return self.experts(x)
+
+
+MADE = [lambda w, *shape: torch.empty(shape, dtype=w.dtype), lambda w, *shape: w.new_empty(shape)]
+
+
+@pytest.mark.parametrize("kind", [Lora, ExpertsLora])
+def test_adapters_are_explained_and_exported_in_high_precision(kind, tmp_path):
+    found = []
+    for index, make in enumerate(MADE):
+        torch.manual_seed(0)
+        model = kind(converted(Experts if kind is ExpertsLora else nn.Linear, "fp8_block"), make)
+        ht.export_safetensors(model, tmp_path / f"{index}", dtype="quantized")
+        exported = dict(ht.inference_tensors(model)), load_file(tmp_path / f"{index}")
+        found.append((str(ht.explain(model)), *exported))
+    (said, *exports), (expected_said, *expected_exports) = found
+    assert said == expected_said
+    for tensors, expected in zip(exports, expected_exports, strict=True):
+        assert tensors.keys() == expected.keys()
+        for name, tensor in tensors.items():
+            assert tensor.dtype is expected[name].dtype
+            assert torch.equal(tensor, expected[name])
+
+
+def test_adapters_of_experts_stay_plain_with_another_recipe():
+    x, found = torch.randn(16, WIDTH, dtype=torch.bfloat16), []
+    for make in MADE:
+        torch.manual_seed(0)
+        model = ExpertsLora(converted(Experts, "fp8"), make)
+        found.append(ht.set_config_(model, "mxfp8")(x))
+    assert torch.equal(*found)

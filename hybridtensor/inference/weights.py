@@ -30,7 +30,7 @@ from hybridtensor.formats import (
 )
 from hybridtensor.inference.layouts import LAYOUTS, Layout, choose
 from hybridtensor.inference.names import Names, of_transformers
-from hybridtensor.layers import Layer, layers_of
+from hybridtensor.layers import Layer, is_of_no_layer, layers_of
 from hybridtensor.state import LayerState, weight_of_state
 from hybridtensor.subclasses import HybridTensor, is_converted
 
@@ -257,7 +257,7 @@ def _of(
 ) -> Exported:
     """Return a parameter as it is exported, its layout still to be chosen."""
     part = part_of(value)
-    if layer is None or not is_converted(part):
+    if layer is None or not is_converted(part) or is_of_no_layer(part):
         return Exported(name, value)
     fmt = _format(who, name, part)
     if fmt.is_identity:
