@@ -130,10 +130,11 @@ def same_draws(rank, model, twin):
 
 
 def split_like(values, sharded):
-    """This rank's part of values that all ranks have, without sending any."""
+    """This rank's part of values that all ranks have, without sending any; on the CPU where FSDP2 offloads it."""
     if not isinstance(sharded, DTensor):
         return values
-    return local(distribute_tensor(values, sharded.device_mesh, sharded.placements, src_data_rank=None))
+    part = distribute_tensor(values, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    return local(part).to(local(sharded).device)
 
 
 def bytes_per_rank(plan, rowwise, columnwise, dtype=torch.bfloat16, master=torch.float32):
