@@ -129,6 +129,15 @@ class Explanation(Printed, Rows):
         return tables(self)
 
 
+def _config_of(found: Layer) -> HybridConfig | None:
+    """Return the recipe by which a layer's weight is multiplied; None if its products stay plain."""
+    weight, recipe = part_of(found.weight), found.recipe
+    if is_converted(weight) and not is_of_no_layer(weight):
+        return weight.config
+    # A weight that a parametrization computes has no recipe of its own; its layer has.
+    return None if recipe is None else recipe.config
+
+
 def explain(model: nn.Module, *, show: bool = False) -> Explanation:
     """Return the formats and the backend of each product of every linear layer of ``model`` on its device, and totals:
     share of each format, predicted speed, bytes saved for backward. ``print(explain(model))`` prints tables.
@@ -160,11 +169,7 @@ def explain(model: nn.Module, *, show: bool = False) -> Explanation:
     names = {found.module: found.name or "<root>" for found in found_layers}
     for found in found_layers:
         layer, module = found.name or "<root>", found.module
-        weight, recipe = part_of(found.weight), found.recipe
-        # A weight that a parametrization computes has no recipe of its own; its layer has.
-        config = recipe and recipe.config
-        if is_converted(weight) and not is_of_no_layer(weight):
-            config = weight.config
+        weight, config = part_of(found.weight), _config_of(found)
         if config is not None:
             gathered = gathers(module, weight) if is_converted(weight) else None
             if gathered is not None:
