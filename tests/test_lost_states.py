@@ -1,4 +1,8 @@
-"""A module takes over the weight of a converted layer, which is dropped: its state must not stand still in silence."""
+"""A state must not stand still in silence: a module takes over the weight of a converted layer, which is dropped, or a
+model is copied."""
+
+import copy
+import pickle
 
 import pytest
 import torch
@@ -118,3 +122,54 @@ def test_a_weight_shared_with_another_model_goes_by_that_one():
         ht.step_(second)
         ht.step_(first)
     assert first[0].quantization_state.amax_history.ne(0).any()
+
+
+def test_it_raises_where_a_module_comes_later():
+    """No layer of the model comes or goes."""
+    model = ht.quantize_(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "fp8_delayed")
+    train(model, 4)
+    model.append(Taking(ht.quantize_(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "fp8_delayed")[0]))
+    with pytest.raises(RuntimeError, match=r"step_: 1\.weight is the weight of a converted layer \(0\) that is not in"):
+        train(model, 3)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(("recipe", "persistent"), [("fp8_delayed", False), ("fp8_delayed", True), ("nvfp4", False)])
+def test_a_copied_model_that_nothing_advances_raises(recipe, persistent, copied):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    model = copied(ht.quantize_(model, recipe, persistent=persistent))
+    train(model, 4)
+    with pytest.raises(RuntimeError, match=r"step_: the recipe of layer 0, of a copied model.*took 3 steps without"):
+        train(model, 3, advance=False)
+    train(copied(ht.set_config_(model, "fp8")), 4, advance=False)
+
+
+def test_a_copy_that_gets_a_recipe_without_state_needs_no_step():
+    model = copy.deepcopy(ht.quantize_(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "fp8_delayed"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(6):
+        if step == 2:
+            ht.set_config_(model, "fp8")
+        model(torch.randn(16, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_model_that_runs_with_the_parameters_of_a_copy_raises():
+    """The amaxes are those of the copy, whose weights are used."""
+    model = ht.quantize_(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "fp8_delayed")
+    other = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(other.parameters(), lr=1e-3)
+
+    def steps(advanced):
+        for _ in range(4):
+            torch.func.functional_call(
+                model, dict(other.named_parameters()), (torch.randn(16, WIDTH),)
+            ).sum().backward()
+            optimizer.step()
+            ht.step_(advanced)
+
+    steps(other)
+    assert other[0].quantization_state.encode_scale.ne(1).any()
+    with pytest.raises(RuntimeError, match="step_: the recipe of layer 0, of a copied model"):
+        steps(model)

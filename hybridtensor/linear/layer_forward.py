@@ -39,6 +39,7 @@ from hybridtensor.linear.values import as_master_weight
 from hybridtensor.ops.library import outside_graphs
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState
+from hybridtensor.state.training import watch_optimizers
 from hybridtensor.subclasses.observing import observers
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 from hybridtensor.subclasses.owners import LayerRecipe, go_by, set_owner
@@ -197,6 +198,7 @@ class LayerForward:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         layer, inner, bound, *recipes = state
+        watch_optimizers()  # quantize_ may have run in another process
         LayerForward.__init__(self, layer, types.MethodType(inner, layer) if bound else inner)
         if recipes and isinstance(recipes[0], dict):  # former versions pickled none
             set_owner(layer, recipes[0])

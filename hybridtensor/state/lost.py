@@ -29,7 +29,7 @@ class LostStates:
             states: The states of its layers.
             at_once: Whether to raise although another model's ``step_`` may still advance the state.
         """
-        if self._states != states:  # else no layer came or went
+        if at_once or self._states != states:  # else no layer came or went
             self._states, self._waiting = states, self._found(model, set(states))
         for state, (name, steps, waited) in self._waiting.items():
             waited = waited + 1 if state.multiplied and state.steps == steps else 0

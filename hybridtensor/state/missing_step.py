@@ -2,44 +2,102 @@
 
 from __future__ import annotations
 
+import weakref
+
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from hybridtensor.dtensor import local
 from hybridtensor.state.contract import require_contract_once
-from hybridtensor.state.training import layer_states, training_of
+from hybridtensor.state.layer import LayerState
+from hybridtensor.state.training import callbacks_of_optimizers, layer_states, training_of
 
 _FORGIVEN_STEPS = 2  # loading, trying out, sharpness-aware steps
+
+
+class _Standing:
+    """Counts the steps of optimizers since one of some states advanced."""
+
+    def __init__(self, states: list[LayerState]) -> None:
+        self.states = states
+        self._advanced = self._current()
+        self.steps = 0
+
+    def _current(self) -> int:
+        return sum(state.steps for state in self.states)
+
+    def count(self) -> bool:
+        """Count a step, and return whether there were too many."""
+        advanced = self._current()
+        if advanced != self._advanced:
+            self._advanced, self.steps = advanced, 0
+        self.steps += 1
+        return self.steps > _FORGIVEN_STEPS and bool(self.states)
+
+    def error(self, whose: str, optimizer: Optimizer) -> RuntimeError:
+        return RuntimeError(
+            f"step_: {whose} state, which must advance with the weights, but {type(optimizer).__name__} took "
+            f"{self.steps} steps without; call hybridtensor.step_(model) after every optimizer.step(), or "
+            "hybridtensor.step_after(optimizer, model) once"
+        )
 
 
 class _MissingStep:
     """Callback of optimizer steps that raises if ``step_`` is missing."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._states = layer_states(model)
-        self._advanced = self._current()
-        self._steps = 0  # of the optimizers, since the state was advanced
-
-    def _current(self) -> int:
-        return sum(state.steps for state in self._states)
+        self._standing = _Standing(layer_states(model))
 
     def __call__(self, model: nn.Module, optimizer: Optimizer) -> None:
         require_contract_once(model)
-        advanced = self._current()
-        if advanced != self._advanced:
-            self._advanced, self._steps = advanced, 0
-        self._steps += 1
-        if self._steps <= _FORGIVEN_STEPS or not self._states:
+        if not self._standing.count():
             return
-        if layer_states(model) != self._states:  # converted part by part, or made plain
+        if layer_states(model) != self._standing.states:  # converted part by part, or made plain
             detect_missing_step(model)
             training_of(model).lost.require_none(model, layer_states(model), at_once=True)
             return
-        raise RuntimeError(
-            f"step_: the recipes of {type(model).__name__} keep state, which must advance with the "
-            f"weights, but {type(optimizer).__name__} took {self._steps} steps without; call "
-            "hybridtensor.step_(model) after every optimizer.step(), or "
-            "hybridtensor.step_after(optimizer, model) once"
-        )
+        raise self._standing.error(f"the recipes of {type(model).__name__} keep", optimizer)
+
+
+class _MissingModel:
+    """Callback of optimizer steps that raises if ``step_`` is missing for layers that no known model has, such as those
+    of a model that was copied or unpickled."""
+
+    def __init__(self) -> None:
+        # With the number of parameters, which tells of ``add_param_group``
+        self._standing = weakref.WeakKeyDictionary[Optimizer, tuple[int, _Standing]]()
+
+    def __call__(self, optimizer: Optimizer, models: list[nn.Module]) -> None:
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._standing.get(optimizer)
+        if known is None or known[0] != count:
+            states = dict.fromkeys(_states_of(optimizer))
+            for model in models:
+                if any(isinstance(one, _MissingStep) for one in training_of(model).callbacks):
+                    for state in layer_states(model):
+                        states.pop(state, None)
+            known = self._standing[optimizer] = (count, _Standing(list(states)))
+        standing = known[1]
+        used = [state for state in standing.states if state.multiplied and not state.is_empty]
+        if standing.count() and used:
+            for model in models:  # which say what became of the layer
+                training_of(model).lost.require_none(model, layer_states(model), at_once=True)
+            name = used[0].name or "without a name"
+            raise standing.error(
+                f"the recipe of layer {name}, of a copied model or one that is gone, keeps",
+                optimizer,
+            )
+
+
+def _states_of(optimizer: Optimizer) -> list[LayerState]:
+    """Return the states, other than empty ones, of the layers whose weights an optimizer steps."""
+    parts = [local(p) for group in optimizer.param_groups for p in group["params"]]
+    parts = [part for part in parts if not getattr(part, "is_of_no_layer", False)]
+    states = [getattr(getattr(part, "record", None), "layer", None) for part in parts]
+    return [state for state in states if isinstance(state, LayerState)]
+
+
+callbacks_of_optimizers.append(_MissingModel())
 
 
 def detect_missing_step(model: nn.Module) -> None:

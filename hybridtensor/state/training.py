@@ -23,6 +23,8 @@ Callback = Callable[[nn.Module, Optimizer], None]
 """Called when an optimizer ended a step of a model."""
 callbacks_of_every_model: list[Callback] = []
 """Callbacks of each model whose training begins."""
+callbacks_of_optimizers: list[Callable[[Optimizer, list[nn.Module]], None]] = []
+"""Called after each step of an optimizer, with the models that are known to have parameters of it."""
 Group = dist.ProcessGroup | None
 Pending = list[tuple[Sequence[LayerState], Tensor, Callable[[], bool]]]
 """Flags of layers on their way to the host, the oldest first: each with whether they have arrived."""
@@ -78,11 +80,16 @@ _hooks: list[RemovableHandle] = []
 
 def training_of(model: nn.Module) -> Training:
     """Return the training of a model, created at the first call."""
+    watch_optimizers()
+    known = _trainings.get(model)
+    return _trainings.setdefault(model, Training()) if known is None else known
+
+
+def watch_optimizers() -> None:
+    """Observe the steps of optimizers from now on."""
     if not _hooks:
         # One hook for all optimizers of the process: nothing says which of them will step a model.
         _hooks.append(register_optimizer_step_post_hook(_after_optimizer))
-    known = _trainings.get(model)
-    return _trainings.setdefault(model, Training()) if known is None else known
 
 
 def on_host(flags: Tensor) -> tuple[Tensor, Callable[[], bool]]:
@@ -113,11 +120,14 @@ def _after_optimizer(optimizer: Optimizer, args: object, kwargs: object) -> None
     """Call the callbacks of the models whose parameters an optimizer has stepped; compiled steps are not counted."""
     if is_traced():
         return
-    for model, training in list(_trainings.items()):
-        if (
-            training.callbacks
-            and training.has_optimizer(optimizer, model)
-            and training.count(optimizer)
-        ):
+    trained = [
+        (model, training)
+        for model, training in list(_trainings.items())
+        if training.callbacks and training.has_optimizer(optimizer, model)
+    ]
+    for model, training in trained:
+        if training.count(optimizer):
             for callback in list(training.callbacks):
                 callback(model, optimizer)
+    for observe in callbacks_of_optimizers:
+        observe(optimizer, [model for model, _ in trained])
