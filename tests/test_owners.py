@@ -223,17 +223,21 @@ def test_weights_that_moved_between_layers_whose_module_multiplies(move, multipl
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
 @pytest.mark.parametrize("make", [lambda w: w.detach().clone(), torch.empty_like])
-def test_a_layer_that_begins_with_a_copy_has_a_state_of_its_own(make, recipe):
-    """As if the values came from elsewhere."""
+def test_a_layer_that_begins_with_a_copy_has_a_state_of_its_own(make, recipe, dropped):
+    """As if the values came from elsewhere, whether or not the layer is there that has the weight."""
     found = []
     for of_weight in (make, lambda w: torch.empty(w.shape)):
-        net = made(recipe)
+        net = train(made(recipe))
         torch.manual_seed(1)
-        net.append(nn.Linear(64, 64, bias=False))
-        net[2].weight = nn.Parameter(of_weight(net[0].weight))
-        nn.init.normal_(net[2].weight)
+        layer = nn.Linear(64, 64, bias=False)
+        layer.weight = nn.Parameter(of_weight(net[0].weight))
+        nn.init.normal_(layer.weight)
+        if dropped:
+            del net[0]
+        net.append(layer)
         found.append(train(ht.quantize_(net, recipe)).state_dict())
     for mine, theirs in zip(*(state.values() for state in found), strict=True):
         assert torch.equal(mine, theirs)
@@ -247,3 +251,17 @@ def test_experts_that_begin_with_copies_have_states_of_their_own(make):
         setattr(net[1], name, nn.Parameter(make(getattr(net[0], name))))
     ht.quantize_(net, "fp8_delayed")
     assert len({id(each) for each in net.modules() if type(each).__name__ == "LayerState"}) == 6
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("move", [lambda w: w, lambda w: nn.Parameter(w.detach())])
+def test_another_layer_goes_on_with_the_weight_of_one_that_is_gone(move, copied):
+    """Also where that one got it as a copy."""
+    net = made("fp8_delayed")
+    if copied:
+        give_a_copy(*net)
+    train(net)
+    state, layer = net[0].quantization_state, nn.Linear(64, 64, bias=False)
+    layer.weight = move(net[0].weight)
+    net[0] = layer
+    assert ht.quantize_(net, "fp8_delayed")[0].quantization_state is state

@@ -285,6 +285,7 @@ class InterceptingTensor(WrapperTensor):
         """Take over the layer, section and shard record of ``other``; return this tensor."""
         self.record.layer, self.record.shard = other.record.layer, other.record.shard
         self.record.section, self.record.first = other.record.section, other.record.first
+        self.record.is_copy = True
         return self
 
     def become(self, other: Self) -> None:

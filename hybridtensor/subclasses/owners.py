@@ -76,11 +76,12 @@ def is_shared(record: WeightRecord, module: nn.Module) -> bool:
 
 
 def is_of_another(record: WeightRecord, module: nn.Module) -> bool:
-    """Return whether a weight of ``module`` was made of that of another module, and has that one's state."""
+    """Return whether a weight of ``module`` is a copy of that of another module, and has that one's state."""
     state = record.layer
-    if not isinstance(state, LayerState) or owner_of(state) in (None, module):
+    if not isinstance(state, LayerState) or place_of(state, record) is not None:
         return False
-    return place_of(state, record) is None
+    owner = owner_of(state)
+    return record.is_copy if owner is None else owner is not module
 
 
 def go_by(
@@ -94,7 +95,7 @@ def go_by(
         config: The weight's; a weight of another recipe keeps that and its state.
         module: The layer.
     """
-    record.is_new = 0  # a layer has it: no adapter's
+    record.is_new, record.is_copy = 0, False  # a layer has it: no adapter's
     if config != recipe.config or isinstance(record.layer, StateTensors):  # which a graph has
         return
     if record.layer is recipe.state or is_shared(record, module):

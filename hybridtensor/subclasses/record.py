@@ -74,6 +74,8 @@ class WeightRecord:
         first: Number of this rank's first expert of a stack; None if unknown.
         is_new: How many factories, such as ``new_zeros``, made this of a weight one after the other; 0 if none, or once
             a layer was seen to have it. FSDP2 makes shards by one. See ``InterceptingTensor.is_of_no_layer``.
+        is_copy: Whether this was made of another weight, and has the state of that one's layer, and no other layer was
+            seen to have it since.
         changes: Count of counted writes, and of moments at which an alias may have written: each invalidates faces.
         writes: Writes that handlers counted.
         written_on: CUDA stream of the last write, 0 on a CPU; None if unknown.
@@ -102,6 +104,7 @@ class WeightRecord:
         "first",
         "for_products",
         "gathered",
+        "is_copy",
         "is_held_elsewhere",
         "is_new",
         "layer",
@@ -126,6 +129,7 @@ class WeightRecord:
         self.cut: tuple[object, Section] | None = None
         self.first: int | None = None
         self.is_new = 0
+        self.is_copy = False
         self.changes = self.writes = self.compiled_writes = 0
         self.replayed = False
         self.written_on: int | None = None
@@ -143,14 +147,16 @@ class WeightRecord:
         """Return a record of the same weight with other values, not shared with existing aliases."""
         made = WeightRecord(self.layer)
         made.values, made.shard, made.gathered = values, self.shard, self.gathered
-        made.section, made.first, made.is_new = self.section, self.first, self.is_new
+        made.section, made.first = self.section, self.first
+        made.is_new, made.is_copy = self.is_new, self.is_copy
         return made
 
     def successor(self) -> WeightRecord:
         """Return a record of the weight with other memory, not shared with existing aliases."""
         made = WeightRecord(self.layer)
         made.changes, made.writes = self.changes + 1, self.writes + 1
-        made.section, made.first, made.is_new = self.section, self.first, self.is_new
+        made.section, made.first = self.section, self.first
+        made.is_new, made.is_copy = self.is_new, self.is_copy
         return made
 
     def mark_written(self, captured: bool) -> None:
