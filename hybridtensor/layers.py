@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.linear.kinds import is_linear, stores_transposed
-from hybridtensor.linear.layer_forward import set_recipe
+from hybridtensor.linear.layer_forward import require_own_forward, set_recipe
 from hybridtensor.linear.stack_forward import recipe_at, set_stack_recipe
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import STATE, LayerState
@@ -172,6 +172,7 @@ def layers_of(model: nn.Module, root: str = "") -> Iterator[Layer]:
     # FSMT says that the embedding is its head, to which a layer is tied
     tied = {id(weight) for head in heads for weight in head.parameters()}
     for name, module in model.named_modules(prefix=root):
+        require_own_forward(name, module)
         if is_linear(module):
             is_head = module in heads or id(module._parameters.get("weight")) in tied
             transposed = stores_transposed(module)

@@ -354,6 +354,16 @@ def test_the_copy_of_a_layer_has_a_forward_of_its_own(how, kind):
     assert torch.equal(functional_call(layer, values, X), changed(torch.zeros_like(plain)))
 
 
+@pytest.mark.parametrize("ask", [ht.explain, lambda m: ht.check(m, X), lambda m: ht.set_config_(m, "mxfp8")])
+@pytest.mark.parametrize("kind", ["alone", "under"])
+def test_a_shallow_copy_runs_the_original_and_is_refused(kind, ask):
+    model = nn.Sequential(converted(kind))
+    model.append(copy.copy(model[0]))
+    with pytest.raises(ValueError, match=r"layer 1: .*got a shallow copy of a converted layer.*copy\.deepcopy"):
+        ask(model)
+    ask(copy.copy(model[:1]))
+
+
 def test_a_layer_in_another_process():
     layer = converted("under")
     values = pickle.dumps(layer)  # torch's own reduction would share memory, which wrappers have none of

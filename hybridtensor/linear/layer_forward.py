@@ -96,6 +96,17 @@ def _forward_of(module: nn.Module) -> LayerForward | None:
     return own if isinstance(own, LayerForward) else None
 
 
+def require_own_forward(name: str, module: nn.Module) -> None:
+    """Raise ValueError for a shallow copy of a converted layer, which calls the forward of the other one."""
+    own = _forward_of(module)
+    if own is not None and own._layer() is not module:
+        raise ValueError(
+            f"layer {name or '<root>'}: a layer with a forward of its own is required, got a shallow copy of a "
+            "converted layer, which runs that one instead; use copy.deepcopy, or make a layer before quantize_ and "
+            "tie its weight"
+        )
+
+
 def _is_linear(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward
 
