@@ -155,6 +155,19 @@ def test_a_copy_that_gets_a_recipe_without_state_needs_no_step():
         optimizer.zero_grad()
 
 
+def test_steps_before_a_copy_has_a_state_do_not_count():
+    model = copy.deepcopy(ht.quantize_(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "mxfp8"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(8):
+        if step == 3:
+            ht.set_config_(model, "fp8_delayed")
+        model(torch.randn(16, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step > 3:  # one was forgiven
+            ht.step_(model)
+
+
 def test_a_model_that_runs_with_the_parameters_of_a_copy_raises():
     """The amaxes are those of the copy, whose weights are used."""
     model = ht.quantize_(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "fp8_delayed")

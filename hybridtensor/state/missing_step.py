@@ -71,30 +71,36 @@ class _MissingModel:
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._standing.get(optimizer)
         if known is None or known[0] != count:
-            states = dict.fromkeys(_states_of(optimizer))
-            for model in models:
-                if any(isinstance(one, _MissingStep) for one in training_of(model).callbacks):
-                    for state in layer_states(model):
-                        states.pop(state, None)
-            known = self._standing[optimizer] = (count, _Standing(list(states)))
+            known = self._standing[optimizer] = (count, _Standing(_unknown(optimizer, models)))
         standing = known[1]
         used = [state for state in standing.states if state.multiplied and not state.is_empty]
-        if standing.count() and used:
+        if not used:
+            standing.steps = 0
+        elif standing.count():
+            states = _unknown(optimizer, models)
+            if (
+                states != standing.states
+            ):  # set_config_ made a model known, or layers were exchanged
+                self._standing[optimizer] = (count, _Standing(states))
+                return
             for model in models:  # which say what became of the layer
                 training_of(model).lost.require_none(model, layer_states(model), at_once=True)
             name = used[0].name or "without a name"
-            raise standing.error(
-                f"the recipe of layer {name}, of a copied model or one that is gone, keeps",
-                optimizer,
-            )
+            whose = f"the recipe of layer {name}, of a copied model or one that is gone, keeps"
+            raise standing.error(whose, optimizer)
 
 
-def _states_of(optimizer: Optimizer) -> list[LayerState]:
-    """Return the states, other than empty ones, of the layers whose weights an optimizer steps."""
+def _unknown(optimizer: Optimizer, models: list[nn.Module]) -> list[LayerState]:
+    """Return the states of the layers whose weights an optimizer steps, without those that a known model has."""
     parts = [local(p) for group in optimizer.param_groups for p in group["params"]]
     parts = [part for part in parts if not getattr(part, "is_of_no_layer", False)]
-    states = [getattr(getattr(part, "record", None), "layer", None) for part in parts]
-    return [state for state in states if isinstance(state, LayerState)]
+    found = [getattr(getattr(part, "record", None), "layer", None) for part in parts]
+    states = dict.fromkeys(state for state in found if isinstance(state, LayerState))
+    for model in models:
+        if any(isinstance(one, _MissingStep) for one in training_of(model).callbacks):
+            for state in layer_states(model):
+                states.pop(state, None)
+    return list(states)
 
 
 callbacks_of_optimizers.append(_MissingModel())
