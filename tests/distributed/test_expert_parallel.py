@@ -346,3 +346,53 @@ def test_evaluated_copied_and_under_autocast(two):
 
 def test_bad_use(two):
     two.run(refused)
+
+
+def moved_weights(rank, recipe, move):
+    """Stacks of experts keep their scales where weights move."""
+    mesh = init_device_mesh(here(), (2,), mesh_dim_names=("ep",))
+    counts, found = torch.tensor(SIZES, device=here())[rank], []
+    for how in ("values", "weights"):
+        torch.manual_seed(0)
+        model = ht.quantize_(torch.nn.ModuleList([Counted(), Counted()]).bfloat16().to(here()), recipe)
+        one, other = (parallelize_module(experts, mesh, ExpertParallel()) for experts in model)
+        names = [name for name, _ in one.named_parameters()]
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(20)  # so that the two have other scales
+        for index in range(4):
+            if index == 2 and how == "values":
+                with torch.no_grad():
+                    for name in names:
+                        before = getattr(one, name).clone()
+                        getattr(one, name).copy_(getattr(other, name))
+                        getattr(other, name).copy_(before)
+            elif index == 2:
+                for name in names:
+                    move(one, other, name)
+            x = routed(rank) * (index + 1)
+            out = one(x, counts) + other(x, counts)
+            out.square().mean().backward()
+            grads = [local(getattr(experts, name).grad) for experts in (one, other) for name in names]
+            found.append([out.detach(), *(grad.clone() for grad in grads)])
+            model.zero_grad()
+            del out, grads  # swap_tensors would poison its graph
+            ht.step_(model)
+    for expected, got in zip(found[:4], found[4:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def exchange(one, other, name):
+    first, second = getattr(one, name), getattr(other, name)
+    setattr(one, name, second)
+    setattr(other, name, first)
+
+
+def swap(one, other, name):
+    torch.utils.swap_tensors(getattr(one, name), getattr(other, name))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+@pytest.mark.parametrize("move", [exchange, swap])
+def test_weights_that_move_between_stacks(two, recipe, move):
+    two.run(moved_weights, recipe, move)
