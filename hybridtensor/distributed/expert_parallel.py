@@ -32,7 +32,6 @@ from hybridtensor.quantizers import OneFormatQuantizer, Quantizer
 from hybridtensor.quantizers.base import one_face
 from hybridtensor.quantizers.hybrid import of_direction
 from hybridtensor.recipes.named import from_name
-from hybridtensor.state import STATE, LayerState
 from hybridtensor.subclasses import HybridTensor, is_converted
 from hybridtensor.subclasses.faces import face_tensor
 
@@ -352,12 +351,9 @@ def _local_parts(module: nn.Module) -> Iterator[None]:
     before = dict(module._parameters)
     for name, parameter in before.items():
         if isinstance(parameter, DTensor):
-            part = local(parameter)
-            state = module._modules.get(f"{name}_{STATE}")
-            if is_converted(part) and isinstance(state, LayerState):
-                part.layer = state  # that of a copied module is its own
             # without a gradient there is nothing to place, in inference mode no view
-            module._parameters[name] = parameter.to_local() if torch.is_grad_enabled() else part
+            grad = torch.is_grad_enabled()
+            module._parameters[name] = parameter.to_local() if grad else local(parameter)
     try:
         yield
     finally:
