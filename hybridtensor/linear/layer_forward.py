@@ -92,7 +92,9 @@ def has_own_forward(module: nn.Module) -> bool:
 
 def _forward_of(module: nn.Module) -> LayerForward | None:
     """Return the ``LayerForward`` of a layer, or None if its forward is its own or another library's."""
-    own = getattr(module.__dict__.get("forward"), "__self__", None)
+    method = module.__dict__.get("forward")
+    # Dynamo of torch 2.11 has no ``__self__`` for ``getattr`` with a default
+    own = method.__self__ if isinstance(method, types.MethodType) else None
     return own if isinstance(own, LayerForward) else None
 
 
@@ -101,9 +103,8 @@ def require_own_forward(name: str, module: nn.Module) -> None:
     own = _forward_of(module)
     if own is not None and own._layer() is not module:
         raise ValueError(
-            f"layer {name or '<root>'}: a layer with a forward of its own is required, got a shallow copy of a "
-            "converted layer, which runs that one instead; use copy.deepcopy, or make a layer before quantize_ and "
-            "tie its weight"
+            f"layer {name or '<root>'}: a layer with a forward of its own is required, got a shallow copy, which runs "
+            "the layer that it was copied from; use copy.deepcopy, or make a layer before quantize_ and tie its weight"
         )
 
 

@@ -51,12 +51,6 @@ class StateTensors(NamedTuple):
             return self._replace(amax=None, step_amax=None)
         return self._replace(amax=self.step_amax.provisional())
 
-    def of_gather(self) -> StateTensors:
-        """Return a copy for casts of a gather, whose amaxes count if a backward follows on any rank."""
-        if not isinstance(self.step_amax, AmaxRecord):
-            return self
-        return self._replace(amax=None if is_dry_run() else self.step_amax.for_gather())
-
     def in_backward(self) -> StateTensors:
         """Return a copy for backward: in a graph its amaxes are recorded at once."""
         if isinstance(self.amax, ReturnedAmaxes) and isinstance(self.step_amax, Tensor):

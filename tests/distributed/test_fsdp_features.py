@@ -486,12 +486,12 @@ def test_models_that_are_quantized_after_they_are_sharded(two):
     two.run(quantized_late)
 
 
-def unrecorded_forwards(rank, backward):
+def unrecorded_forwards(rank, backward, groups):
     """Before a step's own forward, whose amaxes alone count; nothing reads the weights in between."""
     torch.manual_seed(0)
     model = ht.quantize_(nn.Sequential(*(nn.Linear(64, 64) for _ in range(2))).to(here()), "fp8_delayed")
     twin = copy.deepcopy(model)
-    for layer in (*model, model):
+    for layer in (*model, model) if groups == "of layers" else (model,):
         fully_shard(layer, mesh=mesh_of(rank, 2))
     pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.25)) for m in (model, twin)]
     for step in range(3):
@@ -509,9 +509,10 @@ def unrecorded_forwards(rank, backward):
         assert torch.equal(ours, other)
 
 
+@pytest.mark.parametrize("groups", ["of layers", "root, which stays gathered after a forward"])
 @pytest.mark.parametrize("backward", [False, True])
-def test_forwards_without_recording_before_a_step(backward, two):
-    two.run(unrecorded_forwards, backward)
+def test_forwards_without_recording_before_a_step(backward, groups, two):
+    two.run(unrecorded_forwards, backward, groups)
 
 
 def evaluated_before_the_step(rank, recipe, persistent):

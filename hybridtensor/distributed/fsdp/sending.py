@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridtensor.distributed.fsdp.payload import PayloadCast, WeightPayload
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan
 from hybridtensor.distributed.fsdp.scales import Part
-from hybridtensor.state import StateTensors
+from hybridtensor.state import LayerState, StateTensors
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 
 if TYPE_CHECKING:
@@ -90,9 +90,14 @@ def fill(
 
 
 def gathered_state(tensor: Weight) -> StateTensors | None:
-    """Return the state of a weight's layer for casts of a gather."""
-    state = tensor.state
-    return None if state is None else state.of_gather()
+    """Return the state of a weight's layer for casts of a gather, whose amaxes count if a backward follows on any
+    rank."""
+    state, layer = tensor.state, tensor.record.layer
+    if state is None or not isinstance(layer, LayerState) or layer.record is None:
+        return state
+    # Also in forwards that record nothing (dry runs, ``without_recording``): FSDP2 may leave the weights gathered for
+    # the one that follows.
+    return state._replace(amax=layer.record.for_gather())
 
 
 def _values(tensor: Weight, plan: Plan, dtype: torch.dtype) -> Tensor:

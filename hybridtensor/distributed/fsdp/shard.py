@@ -26,7 +26,6 @@ from hybridtensor.distributed.fsdp.torch_compat import ShardedParam, alloc_stora
 from hybridtensor.ops import Face
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context, LayerState, StateTensors
-from hybridtensor.state.dry_runs import is_dry_run
 from hybridtensor.subclasses import FaceTensor, HybridTensor, MasterWeight
 from hybridtensor.subclasses.common_scale import CommonScale
 from hybridtensor.subclasses.intercepting import InterceptingTensor
@@ -128,14 +127,7 @@ class Shard:
         # Nothing that a persistent weight sends is cached, so that its writes need not be noticed.
         if isinstance(part, MasterWeight):
             scales = getattr(layer, "version", None)
-            # What was cast without recording amaxes must be cast again where they are recorded.
-            records = (
-                isinstance(layer, LayerState)
-                and layer.record is not None
-                and layer.recording
-                and not is_dry_run()
-            )
-            seen = record, config, layer, self.sharded.version, part.version, records, scales
+            seen = record, config, layer, self.sharded.version, part.version, scales
         if seen == self.seen and config is self.config:
             return False
         if not self.has_recipe or (adopts and part.config is not self.config):
