@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
 from hybridtensor.distributed.fsdp.hooks import find
@@ -727,3 +728,67 @@ def made_of_another_layer(rank, name):
 @pytest.mark.parametrize("name", [*OTHERS, "exchanged"])
 def test_weights_from_other_layers_go_by_the_state_of_their_layer(name, two):
     two.run(made_of_another_layer, name)
+
+
+class Runs(nn.Module):
+    """Two layers compiled together, which ``how`` runs: after FSDP2 gathered the weights."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        self.layers.compile(backend="aot_eager")
+        self.how = how
+
+    def forward(self, x):
+        return self.how(self.layers, x)
+
+
+def direct(layers, x):
+    return layers(x)
+
+
+def copied(layers, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        return layers(x)
+
+
+def on_cpu(layers, x):
+    with torch.autograd.graph.save_on_cpu():
+        return layers(x)
+
+
+def checkpointed(layers, x):
+    return checkpoint(layers, x, use_reentrant=False)
+
+
+def hooks_of_graphs(rank, recipe, persistent, reshard):
+    """Graphs save both faces of a weight, also in forward, where only one is multiplied."""
+    found = []
+    for how in (direct, copied, on_cpu, checkpointed):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = ht.quantize_(nn.Sequential(Runs(how), Runs(how)).to(here()), recipe, persistent=persistent)
+        for block in (*model, model):
+            fully_shard(block, mesh=mesh_of(rank, 2), reshard_after_forward=reshard)
+        results = []
+        for step in range(3):
+            model(batch(step)).square().mean().backward()
+            results += [whole(p.grad).clone() for p in model.parameters()]
+            model.zero_grad()
+            ht.step_(model)
+        found.append(results)
+        gathered = [
+            shard_of(find(layer, local(layer.weight)).sharded) for block in model for layer in block.layers[::2]
+        ]
+        if how in (direct, checkpointed):  # whose hooks read nothing
+            assert not any(shard.wants(True, False)[1] for shard in gathered)
+    for results in found[1:]:
+        assert all(map(torch.equal, results, found[0]))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("recipe", "persistent", "reshard"), covered(["fp8", "fp8_delayed", "mxfp8"], [False, True], [False, True])
+)
+def test_saved_tensor_hooks_around_graphs(recipe, persistent, reshard, two):
+    two.run(hooks_of_graphs, recipe, persistent, reshard)

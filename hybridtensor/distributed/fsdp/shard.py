@@ -22,7 +22,7 @@ from hybridtensor.distributed.fsdp.sending import (
     whole_values,
 )
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
-from hybridtensor.distributed.fsdp.torch_compat import ShardedParam, alloc_storage
+from hybridtensor.distributed.fsdp.torch_compat import ShardedParam, alloc_storage, hooks_read
 from hybridtensor.ops import Face
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context, LayerState, StateTensors
@@ -74,7 +74,7 @@ class Shard:
         self.gathers: dict[tuple[bool, bool], Gather] = {}
         self.prepared: tuple[Weight, HookResult | None] | None = None
         self._expected: bool | None = None
-        self._recomputed = self._traced = False
+        self._recomputed = self._traced = self._copied = False
         self._made_for: tuple[Plan, torch.dtype] | None = None
         self._dtype: torch.dtype | None = None
 
@@ -110,15 +110,13 @@ class Shard:
         return common_scale.of_weight(self.sharded.tensor)
 
     def written(self, part: MasterWeight) -> tuple[object, ...]:
-        """Return a key that changes with every counted in-place write; aliases do not count, since ranks may differ
-        in them."""
+        """Return a key that changes with every counted in-place write, not with aliases, in which ranks may differ."""
         return part.record, self.sharded.version, part.written, self.config
 
     # -- before the gather
 
     def check_writes(self, part: Weight, *, adopts: bool) -> bool:
-        """Return whether the local shard was, or may have been, written since the last gather; agree on it with
-        other ranks."""
+        """Return whether the local shard may have been written since the last gather; agree on it with other ranks."""
         record, config = part.record, part.config
         layer = record.layer
         # The record itself, so that nothing else gets its address; and the DTensor's version, which
@@ -149,9 +147,10 @@ class Shard:
         return True
 
     def wants(self, rowwise: bool, columnwise: bool) -> tuple[bool, bool]:
-        """Return which faces a gather needs: also the rowwise one where backward runs the forward again."""
+        """Return which faces a gather needs: both where backward recomputes, or saved-tensor hooks read faces."""
         found = self._recomputed or self._traced
-        return rowwise or (found if self._expected is None else self._expected), columnwise
+        again = found if self._expected is None else self._expected
+        return rowwise or again, columnwise or self._copied
 
     def expect(self, recompute: bool | None) -> None:
         """Set whether backward may rerun forward, which needs the rowwise face; None finds out."""
@@ -344,6 +343,17 @@ class Shard:
         if not self._traced:
             self._traced = True
             self.gathers.clear()
+        # A graph saves the columnwise face, too, which only backward gathers.
+        if hooks_read() and self.sharded.in_forward and not self.is_there(COLUMN):
+            self._gather_both("_copied")
+
+    def _gather_both(self, reason: str) -> None:
+        """Gather both faces of the group's weights now, and later where the attribute ``reason`` says."""
+        self.gathers.clear()
+        for sharded in self.sharded.of_the_group():
+            if isinstance(sharded.tensor, InterceptingTensor):
+                setattr(shard_of(sharded), reason, True)
+        self.sharded.gather_again()
 
     @property
     def values(self) -> Tensor | None:
@@ -374,11 +384,9 @@ class Shard:
                 "reshard_after_forward=False"
             )
         if again:
-            self.gathers.clear()
-            for sharded in self.sharded.of_the_group():
-                if isinstance(sharded.tensor, InterceptingTensor):
-                    shard_of(sharded)._recomputed = True
-        self.sharded.gather_again()
+            self._gather_both("_recomputed")
+        else:
+            self.sharded.gather_again()
         return self.faces.stored(direction)
 
 

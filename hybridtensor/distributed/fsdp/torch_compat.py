@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._guards import TracingContext
 
 from hybridtensor.dtensor import local
 
@@ -35,7 +36,15 @@ try:
 except ImportError as error:  # everything but FSDP2 works
     MISSING = str(error)
 
-__all__ = ["MISSING", "ShardedParam", "all_params", "alloc_storage", "free_storage", "params_of"]
+__all__ = [
+    "MISSING",
+    "ShardedParam",
+    "all_params",
+    "alloc_storage",
+    "free_storage",
+    "hooks_read",
+    "params_of",
+]
 
 
 class ShardedParam(NamedTuple):
@@ -271,3 +280,18 @@ def all_params() -> Iterator[ShardedParam]:
     states = [ref if isinstance(ref, FSDPState) else ref() for ref in references]
     for state in dict.fromkeys(state for state in states if isinstance(state, FSDPState)):
         yield from _parameters(state)
+
+
+def hooks_read() -> bool:
+    """Return whether saved-tensor hooks are open that may read what a graph saves now, such as ``save_on_cpu``."""
+    hooks = _saved_tensors_hooks(False)
+    # While a graph is traced nothing is saved.
+    if hooks is None or TracingContext.try_get() is not None:
+        return False
+    pack = getattr(hooks[0], "func", hooks[0])  # of a partial function
+    return getattr(pack, "__module__", None) not in _READ_NO_WEIGHTS
+
+
+_READ_NO_WEIGHTS = ("torch.utils.checkpoint", "hybridtensor.offload")
+# torch's private function: the hooks that are open, or None
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
