@@ -52,12 +52,14 @@ class Block(nn.Module):
 
 def blocks_of(recipe, count=NUM_BLOCKS, **options):
     torch.manual_seed(0)
-    blocks = nn.ModuleList(Block() for _ in range(count)).bfloat16()
+    width = 128 if recipe == "quartet2" else 32  # whose rotations are of 128 elements
+    blocks = nn.ModuleList(Block(width) for _ in range(count)).bfloat16()
     return ht.quantize_(blocks, recipe, **options)
 
 
 def run(blocks, seed=0):
-    x = random_tensor(32, 32, seed=seed).requires_grad_()
+    width = blocks[0].side.in_features
+    x = random_tensor(width, width, seed=seed).requires_grad_()
     y = x
     for block in blocks:
         y = block(y)

@@ -349,6 +349,7 @@ def test_every_recipe_has_a_fingerprint_of_its_own(losses):
 
 
 COMPILED = ["fp8_delayed", "nvfp4_last_tenth_bf16", "nvfp4_edge_blocks_bf16", "bf16_disturbed", *ht.recipes.RECIPES]
+COMPILED.remove("quartet2")  # rotates 128 elements, of which the layers of the tiny model have no multiple
 
 
 @long("models that are compiled elsewhere, too")

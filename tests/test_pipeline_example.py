@@ -6,6 +6,8 @@ import pytest
 from scripts import called, on_ranks, refused
 from tiers import long
 
+from hybridtensor.linear import two_parts
+
 PIPELINE = Path(__file__).parent.parent / "examples" / "pipeline.py"
 TINY = ["--device", "cpu", "--size", "tiny"]
 
@@ -33,11 +35,16 @@ def test_trains(one):
     assert one[-1] < one[0] - 0.3
 
 
+ZERO_BUBBLES = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+in_two_parts = pytest.mark.skipif(two_parts._nodes_go(), reason="before torch 2.13 a backward in two parts raises")
 SUMS = 1e-4  # nats: threads of the process add in another order
 
 
 @long("two processes each, for half a minute")
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["1F1B", "Interleaved1F1B", *(pytest.param(name, marks=in_two_parts) for name in ZERO_BUBBLES)],
+)
 def test_two_ranks_train_as_one(schedule, tmp_path, options, one):
     done = on_ranks(PIPELINE, 2, *TINY, *options, "--schedule", schedule, "--out", tmp_path / "two")
     assert done.returncode == 0, done.stderr

@@ -422,6 +422,9 @@ def test_a_retained_graph_makes_the_face_again():
 
 
 @long("Inductor compiles three steps")
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="Inductor's emulate_precision_casts leaves roundings out before torch 2.13"
+)
 def test_only_roundings_that_inductor_skips_differ():
     """Of an activation of a sum, which forward does not round in between; oracle: faces that were kept."""
 

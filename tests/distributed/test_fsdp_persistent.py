@@ -72,9 +72,10 @@ def trains_like_the_twin(rank, recipes, size, options):
 
 def test_every_recipe_trains_like_the_unsharded_model(two):
     kept = RECIPES if tiers.LONG else HELD
+    cut = ("fp8_block", "deepseek_v4_experts")  # whose blocks of 128 rows two ranks share: refused
     two.run(
         trains_like_the_twin,
-        [*(recipe for recipe in kept if recipe != "fp8_block"), "fp8+bf16_weight_values"],
+        [*(recipe for recipe in kept if recipe not in cut), "fp8+bf16_weight_values"],
         2,
         {},
     )
