@@ -33,7 +33,6 @@ from hybridtensor.ops.groups import (
     rows_of_none,
 )
 from hybridtensor.ops.library import define, implement, runs_directly
-from hybridtensor.ops.references.faces import define_faces
 
 _NUM_INPUTS = 6  # of a cast, followed by ``after`` and ``num_amaxes``
 
@@ -101,7 +100,7 @@ def reference(x: Tensor, groups: Groups, request: CastRequest, inputs: CastInput
     if groups.ends is None:
         for index, matrix in enumerate(x.unbind()):
             asked = _of_group(request, index)
-            made = define_faces(matrix, asked, _of_matrix(inputs, index, x.shape))
+            made = reference_cast(asked).run(matrix, _of_matrix(inputs, index, x.shape))
             for out, face in zip((row, column), made, strict=True):
                 if face is not None:
                     put_matrix(out, face, index)
@@ -145,12 +144,11 @@ def _put_group(
 
 def _of_rows(x: Tensor, group: Group, request: CastRequest, inputs: CastInputs) -> Faces:
     """Return a group's faces; the columnwise one has all its padded rows."""
-    row, column, source, dtype = request
-    of_row = define_faces(x, CastRequest(row), inputs)[0]
-    if column is None:
+    of_row = reference_cast(CastRequest(request.row)).run(x, inputs)[0]
+    if request.column is None:
         return of_row, None
     padded = F.pad(x, (0, 0, 0, group.size - x.shape[0]))
-    return of_row, define_faces(padded, CastRequest(None, column, source, dtype), inputs)[1]
+    return of_row, reference_cast(request._replace(row=None)).run(padded, inputs)[1]
 
 
 def _of_group(request: CastRequest, index: int) -> CastRequest:

@@ -22,8 +22,8 @@ from hybridtensor.formats import (
 from hybridtensor.ops import NO_INPUTS, Cast, CastRequest
 from hybridtensor.ops.amaxes import AmaxRecord, nowhere
 from hybridtensor.ops.cast import list_operator
+from hybridtensor.ops.cast.definition import reference_cast
 from hybridtensor.ops.dequantize import dequantize_reference
-from hybridtensor.ops.references.faces import define_faces
 from hybridtensor.testing import random_tensor
 
 OPS = torch.ops.hybridtensor
@@ -311,10 +311,10 @@ def test_a_face_beside_a_rotated_one_has_an_amax_of_its_own(plain, device):
 def test_the_default_device_does_not_matter(fmt):
     """A constant that it put on a GPU would be read back, which waits for the device and breaks a CUDA graph."""
     x, request = matrix("cpu"), CastRequest(Cast(fmt))
-    made = define_faces(x, request, NO_INPUTS)[0].tensors()
+    made = reference_cast(request).run(x, NO_INPUTS)[0].tensors()
     arguments = (*made, *[None] * (3 - len(made)), fmt.name, torch.float32)
     expected = dequantize_reference(*arguments)
     with torch.device("meta"):  # as the definitions are called on a GPU, not through the dispatcher
-        again = define_faces(x, request, NO_INPUTS)[0].tensors()
+        again = reference_cast(request).run(x, NO_INPUTS)[0].tensors()
         assert all(torch.equal(got.float(), t.float()) for got, t in zip(again, made, strict=True))
         assert torch.equal(dequantize_reference(*arguments), expected)

@@ -25,7 +25,6 @@ from hybridtensor.ops.cast.request import (
 )
 from hybridtensor.ops.face import Face, FaceKind, face_layouts
 from hybridtensor.ops.library import define, implement
-from hybridtensor.ops.references.faces import define_faces
 
 _INPUTS = (
     "str request, Tensor? encode_scale, Tensor? amax_record, Tensor? rounding, SymInt first_row, "
@@ -37,7 +36,7 @@ _IN_GRAPHS = "Tensor? after=None, int num_amaxes=0"
 
 def _reference(x: Tensor, request: str, *inputs: object) -> list[Tensor]:
     taken, returned = _taken(x, *inputs)
-    return [*tensors_of(define_faces(x, parse_request(request), taken)), *returned]
+    return [*tensors_of(reference_cast(parse_request(request)).run(x, taken)), *returned]
 
 
 def _taken(x: Tensor, *inputs: Any) -> tuple[CastInputs, list[Tensor]]:
