@@ -167,6 +167,8 @@ def input_operand(
     how = (config.input, columnwise, dtype)
     if config.input.repeatable:
         read = reading(cast_from, weight.record, how, context)
+    elif config.input.stochastic:  # each layer has random numbers of its own
+        read = Reading()
     else:
         read = _reading_by_state(cast_from, weight, how, context)
     if read.faces is None:
@@ -189,19 +191,15 @@ def _reading_by_state(
     """Return the shared cast of an input with delayed scales, or a new one; its amaxes are committed by each
     sibling."""
     state, layer = context.state, weight.record.layer
-    stochastic = weight.recipe.input.stochastic  # each layer has random numbers of its own
-    if (
-        state is None
-        or not isinstance(layer, LayerState)
-        or context.groups is not None
-        or stochastic
-    ):
+    if state is None or not isinstance(layer, LayerState) or context.groups is not None:
         return Reading()
     record = state.step_amax if context.record else None
     if record is not None and not isinstance(record, AmaxRecord):
         return Reading()  # a graph
-    read, lineage = Reading(), layer.lineage
-    if lineage is not None:
+    lineage = layer.lineage
+    if lineage is None:
+        read = Reading()
+    else:
         how = *how, lineage, state.slots, record is None
         read = reading(input, weight.record, how, context)
     if read.faces is None and record is not None and state.encode_scale is not None:
