@@ -57,7 +57,7 @@ class AmaxRecord:
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._committed: list[Tensor] = []
+        self._committed: dict[int, Tensor] = {}  # by their ids
         self.of_inputs: list[Tensor | None] = []
         self._spare: list[Tensor] = []  # zeros, for the forwards of the next step
         self.is_gathered = self.is_used = False
@@ -91,14 +91,17 @@ class AmaxRecord:
         with torch.inference_mode(False), _disable_current_modes():
             return torch.zeros_like(self.total)
 
-    def commit(self, amax: Tensor) -> None:
+    def commit(self, *amaxes: Tensor) -> None:
         """Commit the amaxes of a forward and its backward; they are folded in later, those of all layers at once."""
         if is_captured():  # what is folded in later would not be part of the graph
-            torch.maximum(self.total, amax, out=self.total)
-        elif amax is not self.total and all(amax is not known for known in self._committed):
-            self._committed.append(amax)
-            if len(self._committed) >= _MOST_PENDING:
-                fold([self])
+            for amax in amaxes:
+                torch.maximum(self.total, amax, out=self.total)
+            return
+        for amax in amaxes:
+            if amax is not self.total:
+                self._committed[id(amax)] = amax
+        if len(self._committed) >= _MOST_PENDING:
+            fold([self])
 
     def for_gather(self) -> Tensor:
         """Return where the casts of a gather record amaxes, fp32 ``[S]``."""
@@ -130,7 +133,7 @@ def fold(records: Sequence[AmaxRecord], *, reuse: bool = False) -> None:
     folded: dict[int, tuple[AmaxRecord, Tensor]] = {}  # layers may have one in common
     with torch.no_grad():
         while pending := [record for record in records if record._committed]:
-            measured = [record._committed.pop() for record in pending]
+            measured = [record._committed.popitem()[1] for record in pending]
             # One launch for a record of each layer, until none has any left.
             torch._foreach_maximum_([record.total for record in pending], measured)
             pairs = zip(pending, measured, strict=True)

@@ -65,9 +65,8 @@ class StateTensors(NamedTuple):
         """Commit the amaxes of a forward and its backward, fp32 ``[S]``, unless a graph records them itself."""
         record = self.step_amax
         if isinstance(record, AmaxRecord):
-            for amax in (self.amax, of_weight, of_input):
-                if isinstance(amax, Tensor):
-                    record.commit(amax)
+            amaxes = self.amax, of_weight, of_input
+            record.commit(*[amax for amax in amaxes if isinstance(amax, Tensor)])
             record.add_input(of_input if isinstance(of_input, Tensor) else None)
 
     def require_on(self, device: torch.device, who: object) -> None:
