@@ -224,12 +224,12 @@ class RoundingQuantizer(OneFormatQuantizer):
     rounding: str
     seed: int
 
-    @property
+    @functools.cached_property
     def repeatable(self) -> bool:  # type: ignore[override]
         """Whether the same input always gives the same bits."""
         return not self.stochastic
 
-    @property
+    @functools.cached_property
     def stochastic(self) -> bool:  # type: ignore[override]
         """Whether elements, or their scales, are rounded at random."""
         return self.rounding != "nearest"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hybridtensor.arguments import require_choice, shown
-from hybridtensor.formats import IDENTITY, Format
+from hybridtensor.formats import IDENTITY, Format, work_out
 from hybridtensor.ops import CastRequest, Face, Faces, columnwise_of, high_precision, rowwise_values
 from hybridtensor.quantizers.base import (
     ALONE,
@@ -86,23 +87,24 @@ class HybridQuantizer(CastQuantizer):
                 )
         sources = ("original", "rowwise_dequantized")
         require_choice("HybridQuantizer", "columnwise_source", self.columnwise_source, sources)
+        work_out(self)
 
-    @property
+    @functools.cached_property
     def repeatable(self) -> bool:  # type: ignore[override]
         """Whether the same input always gives the same bits."""
         return self.rowwise.repeatable and self.columnwise.repeatable
 
-    @property
+    @functools.cached_property
     def stochastic(self) -> bool:  # type: ignore[override]
         """Whether a direction rounds at random."""
         return self.rowwise.stochastic or self.columnwise.stochastic
 
-    @property
+    @functools.cached_property
     def draws_from_rowwise(self) -> bool:  # type: ignore[override]
         """Whether each step requantizes the columnwise face from the rowwise one with new random signs (EDEN)."""
         return self.requantizes and self.columnwise_format.drawn_signs
 
-    @property
+    @functools.cached_property
     def requantizes(self) -> bool:  # type: ignore[override]
         """Whether the columnwise face is quantized from the values that the rowwise face holds."""
         both = self.rowwise, self.columnwise
