@@ -15,9 +15,8 @@ from torch import Tensor
 
 from hybridtensor.ops import Face
 from hybridtensor.ops.amaxes import ReturnedAmaxes
+from hybridtensor.quantizers.plans import Amaxes
 
-Amaxes = tuple[Tensor | None, Tensor | None]
-"""What the rowwise and the columnwise face are scaled by, where that was measured for both."""
 Place = tuple[torch.Size, tuple[int, ...], int | torch.SymInt]
 """Which view of a weight's memory faces are of."""
 

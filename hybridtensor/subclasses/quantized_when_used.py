@@ -10,10 +10,10 @@ from torch import Tensor
 from hybridtensor.ops import Face, Faces
 from hybridtensor.ops.amaxes import AmaxRecord, ReturnedAmaxes
 from hybridtensor.ops.library import is_recorded, is_traced
-from hybridtensor.quantizers.plans import measured
+from hybridtensor.quantizers.plans import Amaxes, measured
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context, LayerState
-from hybridtensor.subclasses.face_cache import Amaxes, CachedFaces, Place, Seen, Stamp, stream_of
+from hybridtensor.subclasses.face_cache import CachedFaces, Place, Seen, Stamp, stream_of
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.observing import for_products_of_weight, observers
 from hybridtensor.subclasses.record import read_version, version_of
