@@ -147,19 +147,18 @@ class LayerForward:
             layer = required_layer(layer)
         weight: Any = layer._parameters.get("weight")
         recipe = layer.__dict__.get(_RECIPE)
-        if type(weight) in WEIGHTS or recipe is None:
-            # A weight of this library, or a layer that is plain again.
+        if recipe is None:  # a layer that is plain again
+            return self.run(layer, args, kwargs)
+        if type(weight) in WEIGHTS:
             if torch.compiler.is_dynamo_compiling():  # Dynamo must not trace the rest
-                if recipe is not None and weight.is_of_no_layer:
+                if weight.is_of_no_layer:
                     return in_eager_code(self, args, kwargs)
                 return self.run(layer, args, kwargs)
-            if recipe is not None and (
-                weight.record.layer is not recipe.state or weight.record.is_new
-            ):
+            if weight.record.layer is not recipe.state or weight.record.is_new:
                 go_by(recipe, weight.record, weight.config, layer)
             if not self._ran and not observers:
                 self._ran = True
-                if recipe is not None and not runs_linear(layer):
+                if not runs_linear(layer):
                     with Uses(layer, recipe.state):
                         return self.run(layer, args, kwargs)
             if (
@@ -167,7 +166,6 @@ class LayerForward:
                 and len(args) == 1
                 and not kwargs
                 and type(args[0]) is Tensor
-                and type(weight) in WEIGHTS
                 and weight.config is not None
                 and type(layer).forward is nn.Linear.forward
                 and not _modes_of_functions()
