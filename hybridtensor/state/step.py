@@ -72,10 +72,11 @@ def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
         return model
     # Before anything changes, so that an error leaves the step as it was.
     require_recorded(states)
-    training_of(model).lost.require_none(model, states)
+    training = training_of(model)
+    training.lost.require_none(model, states)
     with torch.no_grad():
         every = list(dict.fromkeys(state.ranks for state in states))
-        if not states and not training_of(model).steps:
+        if not states and not training.steps:
             # It takes part in the comparison of scales, which is once, too: the others would wait for it.
             every = ranks_without_state(model)
         for ranks in every:
@@ -83,7 +84,7 @@ def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
         counters = [state.rounding[1] for state in states if state.rounding is not None]
         if counters:
             torch._foreach_add_(counters, 1)
-    training_of(model).steps += 1
+    training.steps += 1
     captured = is_captured()
     for state in states:
         state.count_step(captured)
