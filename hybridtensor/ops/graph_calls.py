@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hybridtensor.ops.cast.compile_ahead import wait_for_kernels
-from hybridtensor.ops.cast.in_graphs import CastInGraph
 from hybridtensor.ops.cast.list_operator import MeasureAllInGraph, QuantizeAllInGraph
+from hybridtensor.ops.cast.operator import CastInGraph
 from hybridtensor.ops.library import implementation
 
 _WITH_CACHE: dict[str, Callable[[], Callable[..., object]]] = {

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridtensor import ops
 from hybridtensor.ops import CastRequest, Hint
 from hybridtensor.ops.cast import kernel, launches, measurement, operator
-from hybridtensor.ops.cast.in_graphs import CastInGraph
+from hybridtensor.ops.cast.operator import CastInGraph
 from hybridtensor.ops.cast.request import parse_request
 from hybridtensor.ops.dequantize import dequantize_cuda, dequantize_reference
 from hybridtensor.ops.references import float8, mx, nvfp4
