@@ -16,8 +16,8 @@ from kernels import require_kernels
 
 from hybridtensor.formats import NVFP4_EDEN
 from hybridtensor.ops import CastInputs, CastRequest
+from hybridtensor.ops.cast.composed import FaceByFace
 from hybridtensor.ops.cast.definition import reference_cast, tensors_of
-from hybridtensor.ops.cast.face_by_face import FaceByFace
 from hybridtensor.ops.cast.kernel import KernelCast, cast_on_gpu
 from hybridtensor.ops.cast.multi_tensor import quantize_all
 from hybridtensor.ops.cast.operator import CastInGraph

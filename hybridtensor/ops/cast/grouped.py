@@ -12,9 +12,14 @@ from torch import Tensor
 
 from hybridtensor.kernels.groups import AMAX, AMAX_ROW, GIVEN, Matrix, MeasureConstants
 from hybridtensor.ops.cache import Cache
-from hybridtensor.ops.cast.face_by_face import inputs_of_column, inputs_of_row
+from hybridtensor.ops.cast.composed import (
+    casts_transpose,
+    inputs_of_column,
+    inputs_of_row,
+    swapped,
+    swapped_inputs,
+)
 from hybridtensor.ops.cast.launches import CastLaunch, FaceOutput, KernelTask, Several
-from hybridtensor.ops.cast.of_transpose import casts_transpose, swapped, swapped_inputs
 from hybridtensor.ops.cast.planning import Planning
 from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest, check_draws
 from hybridtensor.ops.cast.tiles import (

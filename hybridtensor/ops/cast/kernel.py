@@ -15,17 +15,19 @@ from torch.autograd.graph import increment_version
 
 from hybridtensor.kernels.groups import AMAX, AMAX_ROW, GIVEN, NONE, NVFP4, TENSOR, Matrix
 from hybridtensor.ops.cache import Cache
-from hybridtensor.ops.cast.definition import reference_cast
-from hybridtensor.ops.cast.face_by_face import FaceByFace, inputs_of_column, inputs_of_row
-from hybridtensor.ops.cast.launches import CastLaunch, FaceOutput, KernelTask, Outs, RecastLaunch
-from hybridtensor.ops.cast.lengths import lengths_to_compile
-from hybridtensor.ops.cast.measurement import Measurement
-from hybridtensor.ops.cast.of_transpose import (
+from hybridtensor.ops.cast.composed import (
     CastOfTranspose,
+    FaceByFace,
     casts_transpose,
+    inputs_of_column,
+    inputs_of_row,
     swapped,
     swapped_inputs,
 )
+from hybridtensor.ops.cast.definition import reference_cast
+from hybridtensor.ops.cast.launches import CastLaunch, FaceOutput, KernelTask, Outs, RecastLaunch
+from hybridtensor.ops.cast.lengths import lengths_to_compile
+from hybridtensor.ops.cast.measurement import Measurement
 from hybridtensor.ops.cast.prepared import Faces, PreparedCast
 from hybridtensor.ops.cast.request import (
     NO_INPUTS,
