@@ -10,10 +10,10 @@ from torch._functorch import config as functorch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import hybridtensor as ht
+from hybridtensor.ops.cache import LaunchTables
 from hybridtensor.ops.cast import compile_ahead, lengths
 from hybridtensor.ops.cast import kernel as kernel_casts
 from hybridtensor.ops.cast import multi_tensor as list_casts
-from hybridtensor.ops.launch_tables import LaunchTables
 from hybridtensor.testing import random_tensor
 
 # torch warns of its own settings for a GPU, and of gradients that it looks for itself

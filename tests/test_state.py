@@ -137,7 +137,7 @@ def test_tables_of_cuda_graphs_stay(device, monkeypatch):
     captured, *others = [several_layers(device) for _ in range(6)]
     table = weakref.ref(update._slots_of(captured)._rows)
     with monkeypatch.context() as patch:
-        patch.setattr("hybridtensor.ops.launch_tables.is_captured", lambda: True)
+        patch.setattr("hybridtensor.ops.cache.is_captured", lambda: True)
         patch.setattr(update, "is_captured", lambda: True)
         assert update._slots_of(captured)._rows is table()
         assert update._slots_of(others[0]) is None

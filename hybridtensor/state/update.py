@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from hybridtensor.ops.cache import LaunchTables
 from hybridtensor.ops.kernel_library import Launch, on_device
-from hybridtensor.ops.launch_tables import LaunchTables
 from hybridtensor.ops.library import is_captured, runs_directly
 from hybridtensor.state.layer import LayerState
 from hybridtensor.state.rules import DelayedRule, required

@@ -402,7 +402,7 @@ def test_tables_of_cuda_graphs_stay(by_kernels, monkeypatch):
     tables = weakref.ref(split.launch.table), weakref.ref(split.launch.owners)
     del split
     with monkeypatch.context() as patch:
-        patch.setattr("hybridtensor.ops.launch_tables.is_captured", lambda: True)
+        patch.setattr("hybridtensor.ops.cache.is_captured", lambda: True)
         quantize_all(xs, request, [NO_INPUTS] * 4)
     for kept in (xs[1:], xs[2:], xs[:3], xs[:2], xs[1:3]):
         quantize_all(kept, request, [NO_INPUTS] * len(kept))

@@ -10,6 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from hybridtensor.ops.cache import LaunchTables
 from hybridtensor.ops.cast.definition import reference_cast
 from hybridtensor.ops.cast.kernel import cast_on_gpu
 from hybridtensor.ops.cast.lists import (
@@ -23,7 +24,6 @@ from hybridtensor.ops.cast.lists import (
 from hybridtensor.ops.cast.operator import OperatorCast
 from hybridtensor.ops.cast.prepared import Faces, PreparedCast
 from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest, to_measure
-from hybridtensor.ops.launch_tables import LaunchTables
 from hybridtensor.ops.library import is_captured
 
 _WHOLE = 16  # entries: the kernels read and write whole vectors
