@@ -15,13 +15,20 @@ from torch import Tensor
 from hybridtensor.ops.dequantize import level_of, multipliable_values, signs_of
 from hybridtensor.ops.epilogue import scale_and_round
 from hybridtensor.ops.face import Face
+from hybridtensor.ops.library import autocasts
 from hybridtensor.ops.references.blocks import spread
 
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
-def multiply_emulated(a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Return ``a @ b.T + bias``, rounded once to ``out_dtype``."""
+def multiply_emulated(
+    a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool = False
+) -> Tensor:
+    """Return ``a @ b.T + bias``, rounded once to ``out_dtype``; ``fast_accum`` has no effect."""
+    device_type = a.qdata.device.type
+    if autocasts(device_type):
+        with torch.autocast(device_type, enabled=False):
+            return multiply_emulated(a, b, bias, out_dtype)
     # Dequantized first, then multiplied: 1.60 ms for MXFP8 operands of 8192 x 8192 x 8192 on an H200. tl.dot_scaled,
     # which Triton 3.6 widens in registers there, took 5.5.
     # Power-of-two block scales, and E4M3 over E2M1 elements, are multiplied into the elements, exactly in bf16. FP32
@@ -29,7 +36,7 @@ def multiply_emulated(a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dt
     dtype = torch.bfloat16
     if a.scale is None or b.scale is None:
         dtype = (a if a.scale is None else b).qdata.dtype
-    if a.qdata.device.type != "cuda":
+    if device_type != "cuda":
         dtype = torch.float32  # the only CPU product with an fp32 result
     left, right = multipliable_values(a, dtype), multipliable_values(b, dtype)
     if left.shape[1] != right.shape[1]:

@@ -19,7 +19,7 @@ from hybridtensor.ops.emulated_mm import multiply_emulated
 from hybridtensor.ops.face import Face, FaceKind, high_precision
 from hybridtensor.ops.flops import count_as_product
 from hybridtensor.ops.groups import matrix_of
-from hybridtensor.ops.library import autocasts, define, is_traced, runs_directly
+from hybridtensor.ops.library import define, is_traced, runs_directly
 from hybridtensor.ops.native_mm import Multiply, NativeKind, native_kind
 from hybridtensor.ops.reencoding import reencodes
 
@@ -111,25 +111,6 @@ def _on_any_device(
     return chosen(a, b, bias, out_dtype)(a, b, bias, out_dtype, fast_accum)
 
 
-def _multiply(
-    a: Face, b: Face, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
-    left, right = a.qdata, b.qdata
-    if 0 in (left.shape[0], left.shape[1], right.shape[0]):
-        zeros = torch.zeros(left.shape[0], right.shape[0], dtype=out_dtype, device=left.device)
-        return zeros if bias is None else zeros + bias.to(out_dtype)
-    device_type = left.device.type
-    if autocasts(device_type):
-        with torch.autocast(device_type, enabled=False):
-            return _multiply(a, b, bias, out_dtype, fast_accum)
-    kind = _native(a.format, b.format, out_dtype, left.device)
-    if kind is None:
-        # Values first, then cuBLAS: 1.6 ms for MXFP8 of 8192 x 8192 x 8192. Triton's dot_scaled, which widens operands
-        # in registers, takes 5.5.
-        return multiply_emulated(a, b, bias, out_dtype)
-    return kind.multiply(a, b, bias, out_dtype, fast_accum)
-
-
 @functools.lru_cache(maxsize=1024)
 def _native(
     left: Format, right: Format, out_dtype: torch.dtype, device: torch.device
@@ -198,7 +179,7 @@ def scaled_mm(
         return chosen(left, right, bias, out_dtype)(left, right, bias, out_dtype, fast_accum)
     _check_operands(left, right, bias)
     if is_traced() and _is_known_to_compilers(left, right, out_dtype):
-        return _multiply(left, right, bias, out_dtype, fast_accum)
+        return _choose(left, right, bias, out_dtype)(left, right, bias, out_dtype, fast_accum)
     operands = left.tensors(), left.format.name, right.tensors(), right.format.name
     return _OP(*operands, bias, out_dtype, fast_accum)
 
@@ -234,9 +215,10 @@ def _choose(left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype
     if left.format.is_identity and right.format.is_identity:
         return _multiply_plain
     _check_operands(left, right, bias)
+    if 0 in (*left.qdata.shape, *right.qdata.shape):
+        return _multiply_empty
     kind = _native(left.format, right.format, out_dtype, left.qdata.device)
-    is_empty = 0 in (*left.qdata.shape, *right.qdata.shape)
-    return _multiply if kind is None or is_empty else kind.multiply
+    return multiply_emulated if kind is None else kind.multiply
 
 
 def _check_operands(left: Face, right: Face, bias: Tensor | None) -> None:
@@ -289,6 +271,14 @@ def _multiply_plain(
 ) -> Tensor:
     columns = right.qdata.t()
     return torch.mm(left.qdata, columns) if bias is None else torch.addmm(bias, left.qdata, columns)
+
+
+def _multiply_empty(
+    left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    a, b = left.qdata, right.qdata
+    zeros = torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    return zeros if bias is None else zeros + bias.to(out_dtype)
 
 
 def _dequantized(face: Face) -> Face:
