@@ -5,7 +5,6 @@ if it were alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from hybridtensor.ops.cast.grouped import (
     grouped_cast,
     grouped_measure,
 )
+from hybridtensor.ops.cast.operator import NUM_INPUTS, taken_inputs
 from hybridtensor.ops.cast.prepared import Faces
 from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest, parse_request
 from hybridtensor.ops.face import Face, FaceKind, Groups, TensorLayout, bytewise
@@ -33,8 +33,6 @@ from hybridtensor.ops.groups import (
     rows_of_none,
 )
 from hybridtensor.ops.library import define, implement, runs_directly
-
-_NUM_INPUTS = 6  # of a cast, followed by ``after`` and ``num_amaxes``
 
 
 def quantize_groups(x: Tensor, groups: Groups, request: CastRequest, inputs: CastInputs) -> Faces:
@@ -53,7 +51,7 @@ def quantize_groups(x: Tensor, groups: Groups, request: CastRequest, inputs: Cas
         num_amaxes = returned.size if isinstance(returned, ReturnedAmaxes) else 0
         taken = inputs._replace(amax_record=None) if num_amaxes else inputs
         given = x, groups.ends, groups.num_groups, groups.step, str(request)
-        made = _OP(*given, *taken[:_NUM_INPUTS], after=inputs.after, num_amaxes=num_amaxes)
+        made = _OP(*given, *taken[:NUM_INPUTS], after=inputs.after, num_amaxes=num_amaxes)
         if isinstance(returned, ReturnedAmaxes):
             returned.tensors.append(made.pop())
     marks = None if groups.ends is None else groups
@@ -174,18 +172,10 @@ def _operator(
     def on_arguments(
         x: Tensor, ends: Tensor | None, count: int, step: int, request: str, *inputs: object
     ) -> list[Tensor]:
-        taken, returned = _taken(x, *inputs)
+        taken, returned = taken_inputs(x, *inputs)
         return [*run(x, Groups(count, ends, step), parse_request(request), taken), *returned]
 
     return on_arguments
-
-
-def _taken(x: Tensor, *inputs: Any) -> tuple[CastInputs, list[Tensor]]:
-    """Convert the operator's arguments to a cast's inputs, and the amaxes to return, if any."""
-    taken, of_graph = CastInputs(*inputs[:_NUM_INPUTS]), inputs[_NUM_INPUTS:]
-    num_amaxes = of_graph[1] if len(of_graph) > 1 else 0  # torch drops what has its default
-    returned = [x.new_zeros(num_amaxes, dtype=torch.float32)] if num_amaxes else []
-    return taken._replace(amax_record=returned[0]) if returned else taken, returned
 
 
 def by_kernels(x: Tensor, groups: Groups, request: CastRequest, inputs: CastInputs) -> list[Tensor]:
@@ -205,7 +195,7 @@ def _fake(
     x: Tensor, ends: Tensor | None, count: int, step: int, request: str, *inputs: object
 ) -> list[Tensor]:
     row, column = _layouts(x, Groups(count, ends, step), parse_request(request))
-    return [*(layout.empty(x.device) for layout in (*row, *column)), *_taken(x, *inputs)[1]]
+    return [*(layout.empty(x.device) for layout in (*row, *column)), *taken_inputs(x, *inputs)[1]]
 
 
 # As ``quantize``, silent about the write to ``amax_record``.

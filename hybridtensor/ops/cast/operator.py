@@ -31,18 +31,18 @@ _INPUTS = (
     "str request, Tensor? encode_scale, Tensor? amax_record, Tensor? rounding, SymInt first_row, "
     "Tensor? row_amax=None, Tensor? column_amax=None"
 )
-_NUM_INPUTS = 6
+NUM_INPUTS = 6  # of a cast, followed by ``after`` and ``num_amaxes``
 _IN_GRAPHS = "Tensor? after=None, int num_amaxes=0"
 
 
 def _reference(x: Tensor, request: str, *inputs: object) -> list[Tensor]:
-    taken, returned = _taken(x, *inputs)
+    taken, returned = taken_inputs(x, *inputs)
     return [*tensors_of(reference_cast(parse_request(request)).run(x, taken)), *returned]
 
 
-def _taken(x: Tensor, *inputs: Any) -> tuple[CastInputs, list[Tensor]]:
+def taken_inputs(x: Tensor, *inputs: Any) -> tuple[CastInputs, list[Tensor]]:
     """Convert the operator's arguments to a cast's inputs, and the amaxes to return, if any."""
-    taken, of_graph = CastInputs(*inputs[:_NUM_INPUTS]), inputs[_NUM_INPUTS:]
+    taken, of_graph = CastInputs(*inputs[:NUM_INPUTS]), inputs[NUM_INPUTS:]
     num_amaxes = of_graph[1] if len(of_graph) > 1 else 0  # torch drops what has its default
     returned = [x.new_zeros(num_amaxes, dtype=torch.float32)] if num_amaxes else []
     return taken._replace(amax_record=returned[0]) if returned else taken, returned
@@ -51,12 +51,12 @@ def _taken(x: Tensor, *inputs: Any) -> tuple[CastInputs, list[Tensor]]:
 def _on_a_gpu(x: Tensor, request: str, *inputs: object) -> list[Tensor]:
     if x.numel() == 0:
         return _reference(x, request, *inputs)
-    parsed, (taken, returned) = parse_request(request), _taken(x, *inputs)
+    parsed, (taken, returned) = parse_request(request), taken_inputs(x, *inputs)
     return [*tensors_of(cast_on_gpu(x, parsed, taken).run(x, taken)), *returned]
 
 
 def _fake(x: Tensor, request: str, *inputs: object) -> list[Tensor]:
-    returned = _taken(x, *inputs)[1]
+    returned = taken_inputs(x, *inputs)[1]
     return [*faces_like(x, parse_request(request)), *returned]
 
 
@@ -148,8 +148,8 @@ class CastInGraph:
 
     def __call__(self, x: Tensor, out: list[Tensor], request: str, *given: Any) -> None:
         """Cast ``x`` into ``out`` as the operator ``quantize_into`` does, whose other arguments are ``given``."""
-        inputs = CastInputs(*given[:_NUM_INPUTS])
-        num_amaxes = given[_NUM_INPUTS + 1 :]  # left out where it is 0
+        inputs = CastInputs(*given[:NUM_INPUTS])
+        num_amaxes = given[NUM_INPUTS + 1 :]  # left out where it is 0
         if num_amaxes and num_amaxes[0]:
             # Amaxes are recorded in the last tensor.
             *out, record = out
@@ -189,12 +189,12 @@ class OperatorCast(ReferenceCast):
             x = inputs.prologue.matrix(x)
         returned = inputs.amax_record
         if isinstance(returned, ReturnedAmaxes):
-            taken = inputs._replace(amax_record=None)[:_NUM_INPUTS]
+            taken = inputs._replace(amax_record=None)[:NUM_INPUTS]
             made = QUANTIZE(x, self._text, *taken, inputs.after, returned.size)
             # The recorded amaxes are the operator's last result.
             returned.tensors.append(made.pop())
         else:
-            made = QUANTIZE(x, self._text, *inputs[:_NUM_INPUTS], inputs.after)
+            made = QUANTIZE(x, self._text, *inputs[:NUM_INPUTS], inputs.after)
         row, column = self._kinds
         return (
             None if row is None else Face.of(made[: self._row_size], row),
@@ -204,7 +204,7 @@ class OperatorCast(ReferenceCast):
     def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
         if inputs.prologue is not None:
             x = inputs.prologue.matrix(x)
-        QUANTIZE_INTO(x, out, self._text, *inputs[:_NUM_INPUTS])
+        QUANTIZE_INTO(x, out, self._text, *inputs[:NUM_INPUTS])
 
     def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
         amaxes = MEASURE(x, self._measured)
