@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from hybridtensor.ops import Face, columnwise_of, high_precision
+from hybridtensor.quantizers import tokens
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
 
@@ -20,7 +20,7 @@ def rowwise_face(
     if isinstance(face, QuantizedTensor):
         return _face(face, -1, gemm)
     values = face.dequantize(dtype)
-    return high_precision(values if stack else _matrix(values))
+    return high_precision(values if stack else tokens(values))
 
 
 def columnwise_face(
@@ -34,7 +34,7 @@ def columnwise_face(
     # The product casts them: FSDP2 gathers what backward reads, and a graph's forward must not.
     plain = not isinstance(face.source, QuantizedTensor)
     values = face.source if plain else face.dequantize(dtype)
-    return columnwise_of(high_precision(values if stack else _matrix(values)), dtype)
+    return columnwise_of(high_precision(values if stack else tokens(values)), dtype)
 
 
 def _face(face: QuantizedTensor, axis: int, gemm: str) -> Face:
@@ -44,12 +44,6 @@ def _face(face: QuantizedTensor, axis: int, gemm: str) -> Face:
             f"{gemm}: a {needed} face is required as {side} operand, got the other one, {face!r}; quantize both faces"
         )
     return face.face
-
-
-def _matrix(values: Tensor) -> Tensor:
-    return (
-        values if values.dim() == 2 else values.reshape(values.shape[:-1].numel(), values.shape[-1])
-    )
 
 
 def turned(face: FaceTensor) -> FaceTensor:
