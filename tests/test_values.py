@@ -167,7 +167,8 @@ def test_the_next_forward_s_face_has_elements(device):
     net = model("mxfp8", device)
     weight = net[0].weight
     expected = weight.forward_face()
-    row = weight.faces_in_eager_code(rowwise=True, columnwise=False, dtype=weight.dtype, trained=True).row
+    stamp = weight.stamp(weight.dtype)
+    row = weight.faces_in_eager_code(stamp, weight.context, rowwise=True, columnwise=False, trained=True).row
     assert (row.format.values_of is not None) == emulates(device)
     made = weight.forward_face()
     assert made.format is expected.format

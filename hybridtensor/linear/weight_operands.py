@@ -63,14 +63,13 @@ class MasterOperand(Operand):
             if bucket is not None:  # with its neighbours in the model: two launches for all of them
                 bucket.refresh(weight)
         cached = weight.faces_in_eager_code(
+            seen.stamp,
+            context,
             rowwise=True,
             columnwise=False,
-            dtype=dtype,
             trained=self._training,
             backward_follows=needs.input,
             amax_record=amax_record,
-            context=context,
-            stamp=seen.stamp,
         )
         super().__init__(cached.row, None, cached.amax_record)
         self._weight: MasterWeight | None = weight
@@ -103,12 +102,11 @@ class MasterOperand(Operand):
                 if bucket is not None:  # those of all whose forward is over, in one launch
                     bucket.add_columns(weight)
             column = weight.faces_in_eager_code(
+                seen.stamp,
+                self._context,
                 rowwise=False,
                 columnwise=True,
-                dtype=self._dtype,
                 amax_record=self.amax_record,
-                context=self._context,
-                stamp=seen.stamp,
             ).column
         else:  # another recipe was set since forward
             column = weight.quantized(

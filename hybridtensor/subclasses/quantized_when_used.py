@@ -135,21 +135,24 @@ class QuantizedWhenUsed(InterceptingTensor):
             cached = self._made(rowwise, columnwise, dtype, self.context, amax_record)
         else:
             cached = self.faces_in_eager_code(
-                rowwise=rowwise, columnwise=columnwise, dtype=dtype, amax_record=amax_record
+                self.stamp(dtype),
+                self.context,
+                rowwise=rowwise,
+                columnwise=columnwise,
+                amax_record=amax_record,
             )
         return cached.row if rowwise else None, cached.column if columnwise else None
 
     def faces_in_eager_code(
         self,
+        stamp: Stamp,
+        context: Context,
         *,
         rowwise: bool,
         columnwise: bool,
-        dtype: torch.dtype,
         trained: bool = False,
         backward_follows: bool = False,
         amax_record: AmaxRecord | Tensor | ReturnedAmaxes | None = None,
-        context: Context | None = None,
-        stamp: Stamp | None = None,
     ) -> CachedFaces:
         """Return the faces asked for, and maybe others.
 
@@ -157,25 +160,22 @@ class QuantizedWhenUsed(InterceptingTensor):
         dispatch mode or CUDA-graph capture, or if replays of a graph write the weight, they are quantized at each use.
 
         Args:
+            stamp: ``self.stamp(dtype)`` now.
+            context: ``self.context``, now or in forward.
             rowwise: See ``faces``.
             columnwise: See ``faces``.
-            dtype: See ``faces``.
             trained: The forward is one of training.
             backward_follows: A backward will ask for the columnwise face: one cast makes both, if they are cached.
             amax_record: See ``faces``.
-            context: ``self.context``, if the caller has it.
-            stamp: ``self.stamp(dtype)``, if the caller has it.
         """
         record, plain = self.record, self.plain
         layer: Any = record.layer  # outside of graphs a LayerState, or None
-        stamp = self.stamp(dtype) if stamp is None else stamp
-        context = self.context if context is None else context
         # Nothing is cached where Python is not run again. A checkpointing policy counts calls besides: a cast in its
         # first pass only would shift what it has saved.
         if record.replayed or is_recorded() or (layer is not None and layer.replayed):
-            context = self.context_of_products(context, dtype)
+            context = self.context_of_products(context, stamp[-1])
             with torch.no_grad():
-                return self._made(rowwise, columnwise, dtype, context, amax_record)
+                return self._made(rowwise, columnwise, stamp[-1], context, amax_record)
         use = rowwise, trained, backward_follows
         cached = record.face_cache.use(self.place, stamp, stream_of(plain), *use)
         wanted = rowwise, columnwise, trained, backward_follows
