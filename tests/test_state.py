@@ -133,17 +133,21 @@ def test_the_kernel_updates_as_the_reference_does(device, reduced):
 
 def test_tables_of_cuda_graphs_stay(device, monkeypatch):
     """A replay reads the table of addresses again; a full cache frees the others."""
+
+    def slots_of(states):
+        return update._slots_of(states, update._written(states))
+
     monkeypatch.setattr(update, "_KNOWN", type(update._KNOWN)(2))
     captured, *others = [several_layers(device) for _ in range(6)]
-    table = weakref.ref(update._slots_of(captured)._rows)
+    table = weakref.ref(slots_of(captured)._rows)
     with monkeypatch.context() as patch:
         patch.setattr("hybridtensor.ops.cache.is_captured", lambda: True)
         patch.setattr(update, "is_captured", lambda: True)
-        assert update._slots_of(captured)._rows is table()
-        assert update._slots_of(others[0]) is None
-    first = weakref.ref(update._slots_of(others[0])._rows)
+        assert slots_of(captured)._rows is table()
+        assert slots_of(others[0]) is None
+    first = weakref.ref(slots_of(others[0])._rows)
     for layers in others[1:]:
-        update._slots_of(layers)
+        slots_of(layers)
     gc.collect()
     assert table() is not None
     assert first() is None

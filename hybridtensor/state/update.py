@@ -23,10 +23,11 @@ _FP32_MAX = torch.finfo(torch.float32).max
 def update_scales(states: list[LayerState], reduced: Tensor | None) -> None:
     """Update the delayed scales of layers on one device without host copies; ``reduced`` are their amaxes over all
     ranks."""
-    slots = _slots_of(states) if _kernel_runs_on(states) else None
+    written = _written(states)
+    slots = _slots_of(states, written) if _kernel_runs_on(written) else None
     if slots is not None:
         slots.update(reduced)
-        increment_version(_written(states))  # kernels write where autograd does not look
+        increment_version(written)  # kernels write where autograd does not look
         return
     last = torch.cat([required(state.amax) for state in states]) if reduced is None else reduced
     by_layer = last.split([len(state.slots) for state in states])
@@ -118,16 +119,15 @@ def _written(states: list[LayerState]) -> list[Tensor]:
     return [required(tensor) for of_layer in written for tensor in of_layer]
 
 
-def _kernel_runs_on(states: list[LayerState]) -> bool:
-    tensors = _written(states)
+def _kernel_runs_on(tensors: list[Tensor]) -> bool:
     return (
         tensors[0].is_cuda and runs_directly(tensors[0]) and all(t.is_contiguous() for t in tensors)
     )
 
 
-def _slots_of(states: list[LayerState]) -> Slots | None:
+def _slots_of(states: list[LayerState], written: list[Tensor]) -> Slots | None:
     """Return the kernel's table of scales; None if it is missing while a CUDA graph is captured."""
-    addresses = [tensor.data_ptr() for tensor in _written(states)]
+    addresses = [tensor.data_ptr() for tensor in written]
     key = (required(states[0].amax).device, *addresses, *(state.rules for state in states))
     slots = _KNOWN.get(key)
     if slots is None and not is_captured():
