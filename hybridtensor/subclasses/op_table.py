@@ -160,12 +160,20 @@ _OF_TORCH = frozenset(
 
 def written_by(func: Func, args: Args, kwargs: Kwargs) -> Iterator[object]:
     """Yield the arguments that an operator mutates by its schema, list items one by one."""
-    # ``_schema`` is private; nothing else says which arguments an operator writes.
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
+    for position, name in _mutated(func):
+        value = args[position] if position < len(args) else kwargs.get(name)
         yield from value if isinstance(value, (list, tuple)) else [value]
+
+
+@functools.cache
+def _mutated(func: Func) -> list[tuple[int, str]]:
+    """Return the positions and names of the arguments that an operator mutates by its schema."""
+    # ``_schema`` is private; nothing else says which arguments an operator writes.
+    return [
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def overloads(*packets: Func) -> list[Func]:
