@@ -49,8 +49,7 @@ class CastPlan:
     def __init__(self, request: CastRequest, context: Context, device: torch.device) -> None:
         self.request = request
         self.run_request = _as_values(request, context.values, device)
-        self.needs = needs = _Needs(request)
-        self._takes_amaxes_only = not (needs.whole_blocks or needs.state)
+        self.needs = _Needs(request)
         row, column = request.row, request.column if request.source is None else None
         self.measured = _is_measured(row), _is_measured(column)
         self.suits_lists = request.suits_lists
@@ -105,12 +104,12 @@ class CastPlan:
                 state has no counter for random rounding, or is on another device.
         """
         needs, state, after = self.needs, context.state, context.after
-        row_amax, column_amax = context.amaxes if amaxes is None else amaxes
-        common = None if state is None else state.common_amax
-        if self._takes_amaxes_only and row_amax is column_amax is after is common is None:
-            return NO_INPUTS
         if needs.whole_blocks:
             self._check_whole_blocks(matrix, context)
+        row_amax, column_amax = context.amaxes if amaxes is None else amaxes
+        common = None if state is None else state.common_amax
+        if not needs.state and row_amax is column_amax is after is common is None:
+            return NO_INPUTS
         if common is not None and context.role == "weight":
             row_amax = common if needs.row_of_tensor else row_amax
             column_amax = common if needs.column_of_tensor else column_amax
