@@ -144,27 +144,21 @@ def test_a_copied_model_that_nothing_advances_raises(recipe, persistent, copied)
     train(copied(ht.set_config_(model, "fp8")), 4, advance=False)
 
 
-def test_a_copy_that_gets_a_recipe_without_state_needs_no_step():
-    model = copy.deepcopy(ht.quantize_(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "fp8_delayed"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for step in range(6):
-        if step == 2:
-            ht.set_config_(model, "fp8")
-        model(torch.randn(16, WIDTH)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_steps_before_a_copy_has_a_state_do_not_count():
-    model = copy.deepcopy(ht.quantize_(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "mxfp8"))
+@pytest.mark.parametrize(
+    ("before", "after", "changed", "advanced"),
+    [("fp8_delayed", "fp8", 2, None), ("mxfp8", "fp8_delayed", 3, 4)],  # one step without is forgiven
+)
+def test_steps_of_a_copy_count_only_while_its_recipe_has_state(before, after, changed, advanced):
+    """From step ``changed`` on it has another recipe, and from ``advanced`` on its state advances."""
+    model = copy.deepcopy(ht.quantize_(nn.Sequential(nn.Linear(WIDTH, WIDTH)), before))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in range(8):
-        if step == 3:
-            ht.set_config_(model, "fp8_delayed")
+        if step == changed:
+            ht.set_config_(model, after)
         model(torch.randn(16, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step > 3:  # one was forgiven
+        if advanced is not None and step >= advanced:
             ht.step_(model)
 
 

@@ -15,8 +15,8 @@ from hybridtensor.state.training import callbacks_of_optimizers, layer_states, t
 _FORGIVEN_STEPS = 2  # loading, trying out, sharpness-aware steps
 
 
-class _Standing:
-    """Counts the steps of optimizers since one of some states advanced."""
+class _StepCount:
+    """Counts the steps of optimizers since any of some states advanced."""
 
     def __init__(self, states: list[LayerState]) -> None:
         self.states = states
@@ -26,7 +26,7 @@ class _Standing:
     def _current(self) -> int:
         return sum(state.steps for state in self.states)
 
-    def count(self) -> bool:
+    def add(self) -> bool:
         """Count a step, and return whether there were too many."""
         advanced = self._current()
         if advanced != self._advanced:
@@ -46,48 +46,47 @@ class _MissingStep:
     """Callback of optimizer steps that raises if ``step_`` is missing."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._standing = _Standing(layer_states(model))
+        self._counted = _StepCount(layer_states(model))
 
     def __call__(self, model: nn.Module, optimizer: Optimizer) -> None:
         require_contract_once(model)
-        if not self._standing.count():
+        if not self._counted.add():
             return
-        if layer_states(model) != self._standing.states:  # converted part by part, or made plain
+        if layer_states(model) != self._counted.states:  # converted part by part, or made plain
             detect_missing_step(model)
             training_of(model).lost.require_none(model, layer_states(model), at_once=True)
             return
-        raise self._standing.error(f"the recipes of {type(model).__name__} keep", optimizer)
+        raise self._counted.error(f"the recipes of {type(model).__name__} keep", optimizer)
 
 
-class _MissingModel:
+class _MissingStepOfCopies:
     """Callback of optimizer steps that raises if ``step_`` is missing for layers that no known model has, such as those
     of a model that was copied or unpickled."""
 
     def __init__(self) -> None:
         # With the number of parameters, which tells of ``add_param_group``
-        self._standing = weakref.WeakKeyDictionary[Optimizer, tuple[int, _Standing]]()
+        self._counted = weakref.WeakKeyDictionary[Optimizer, tuple[int, _StepCount]]()
 
     def __call__(self, optimizer: Optimizer, models: list[nn.Module]) -> None:
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._standing.get(optimizer)
+        known = self._counted.get(optimizer)
         if known is None or known[0] != count:
-            known = self._standing[optimizer] = (count, _Standing(_unknown(optimizer, models)))
-        standing = known[1]
-        used = [state for state in standing.states if state.multiplied and not state.is_empty]
+            known = self._counted[optimizer] = (count, _StepCount(_unknown(optimizer, models)))
+        counted = known[1]
+        used = [state for state in counted.states if state.multiplied and not state.is_empty]
         if not used:
-            standing.steps = 0
-        elif standing.count():
+            counted.steps = 0
+        elif counted.add():
             states = _unknown(optimizer, models)
-            if (
-                states != standing.states
-            ):  # set_config_ made a model known, or layers were exchanged
-                self._standing[optimizer] = (count, _Standing(states))
+            # set_config_ made a model known, or layers were exchanged
+            if states != counted.states:
+                self._counted[optimizer] = (count, _StepCount(states))
                 return
             for model in models:  # which say what became of the layer
                 training_of(model).lost.require_none(model, layer_states(model), at_once=True)
             name = used[0].name or "without a name"
             whose = f"the recipe of layer {name}, of a copied model or one that is gone, keeps"
-            raise standing.error(whose, optimizer)
+            raise counted.error(whose, optimizer)
 
 
 def _unknown(optimizer: Optimizer, models: list[nn.Module]) -> list[LayerState]:
@@ -103,7 +102,7 @@ def _unknown(optimizer: Optimizer, models: list[nn.Module]) -> list[LayerState]:
     return list(states)
 
 
-callbacks_of_optimizers.append(_MissingModel())
+callbacks_of_optimizers.append(_MissingStepOfCopies())
 
 
 def detect_missing_step(model: nn.Module) -> None:

@@ -1,5 +1,6 @@
 """Offloading under FSDP2, whose gathered weights have memory that comes and goes: no bit changes."""
 
+import pytest
 import torch
 from processes import here
 from torch import nn
@@ -24,11 +25,14 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.up(self.norm(x))))
 
 
-def gradients(recipe, offloads):
+def gradients(recipe, offloads, compiles):
+    torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(BLOCKS))).bfloat16()
     if recipe is not None:
         ht.quantize_(model, recipe)
+    for block in model if compiles else ():
+        block.compile(backend="aot_eager")
     mesh = init_device_mesh(here(), (2,))
     for module in (*model, model):
         fully_shard(module, mesh=mesh)
@@ -44,11 +48,12 @@ def gradients(recipe, offloads):
     return [x.grad, *(local(p.grad) for p in model.parameters())]
 
 
-def compare(rank, recipes):
+def compare(rank, recipes, compiles):
     for recipe in recipes:
-        pairs = zip(gradients(recipe, True), gradients(recipe, False), strict=True)
+        pairs = zip(*(gradients(recipe, offloads, compiles) for offloads in (True, False)), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs), recipe
 
 
-def test_no_bit_changes_under_fsdp(two):
-    two.run(compare, [None, "fp8", "mxfp8"])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_no_bit_changes_under_fsdp(compiles, two):
+    two.run(compare, [None, "fp8", "mxfp8"], compiles)
