@@ -246,14 +246,15 @@ def _commit_reference(address: Tensor, amaxes: list[Tensor], after: Tensor, size
 def _commit_on_a_gpu(address: Tensor, amaxes: list[Tensor], after: Tensor, size: int) -> Tensor:
     with on_device(address.device):
         for amax in amaxes:
-            _raise_launch(size, True)(address, amax.contiguous(), size)
+            _raise_launch(size, True, address.device)(address, amax.contiguous(), size)
         if not amaxes:
-            _raise_launch(size, False)(address, address, size)
+            _raise_launch(size, False, address.device)(address, address, size)
     return address.new_empty(0, dtype=torch.float32)
 
 
 @functools.cache
-def _raise_launch(size: int, has_amaxes: bool) -> Launch:
+def _raise_launch(size: int, has_amaxes: bool, device: torch.device) -> Launch:
+    """Return the cached launch on a device, onto which its kernel is loaded."""
     blocks = -(-2 * size // 128)
     constants = {"BLOCK": 128, "HAS_AMAXES": has_amaxes}
     return Launch("delayed", "raise_kernel", blocks, options={"num_warps": 1}, **constants)
