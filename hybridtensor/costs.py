@@ -383,9 +383,10 @@ def _time(call: Callable[[], object], device: torch.device) -> float:
         call()
         return 1e3 * (time.perf_counter() - begin)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    stream = torch.cuda.current_stream(device)  # not that of the current device
     torch.cuda.synchronize(device)
-    start.record()
+    start.record(stream)
     call()
-    stop.record()
+    stop.record(stream)
     stop.synchronize()
     return float(start.elapsed_time(stop))

@@ -11,6 +11,7 @@ from torch import nn
 import hybridtensor as ht
 from hybridtensor.optim import MasterWeights
 from hybridtensor.recipes import RECIPES
+from hybridtensor.state.training import on_host
 
 pytestmark = [
     pytest.mark.gpu,
@@ -225,6 +226,30 @@ def test_offloaded(recipe):
             return train(model, where)
 
     assert_same(run(SPREAD), run(ONE))
+
+
+@TWO
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed", "nvfp4"])
+def test_watched(recipe):
+    def run(where):
+        model = model_of(recipe, where)
+        with ht.watch(model, every=2) as watched:
+            train(model, where)
+        return [repr(sample.scalars()) for sample in watched.samples]
+
+    assert run(OTHER) == run(ONE)
+
+
+@TWO
+def test_the_host_sees_flags_once_they_are_there():
+    with torch.cuda.device(SECOND):
+        torch.cuda._sleep(10**9)  # half a second
+        flags = torch.ones(8, device=SECOND)
+    made, are_there = on_host(flags > 0)
+    assert not are_there()
+    torch.cuda.synchronize(SECOND)
+    assert are_there()
+    assert made.all()
 
 
 @TWO

@@ -92,15 +92,25 @@ def watch_optimizers() -> None:
         _hooks.append(register_optimizer_step_post_hook(_after_optimizer))
 
 
-def on_host(flags: Tensor) -> tuple[Tensor, Callable[[], bool]]:
-    """Return flags on the host, and whether they have arrived there: the host does not wait for a GPU."""
-    if not flags.is_cuda:
-        return flags, lambda: True
-    made = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
-    made.copy_(flags, non_blocking=True)
+def to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
+    """Return copies of tensors of one GPU on the host, which does not wait for them, and when they are complete; on a
+    CPU the tensors themselves."""
+    device = tensors[0].device
+    if device.type != "cuda":
+        return list(tensors), None
+    made = [
+        torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        for tensor in tensors
+    ]
     event = torch.cuda.Event()
-    event.record()
-    return made, event.query
+    event.record(torch.cuda.current_stream(device))  # not that of the current device
+    return made, event
+
+
+def on_host(flags: Tensor) -> tuple[Tensor, Callable[[], bool]]:
+    """Return flags on the host as ``to_host`` does, and whether they have arrived there."""
+    (made,), event = to_host([flags])
+    return made, (lambda: True) if event is None else event.query
 
 
 def layer_states(model: nn.Module) -> list[LayerState]:

@@ -22,7 +22,7 @@ from hybridtensor.arguments import (
     require_tensor,
 )
 from hybridtensor.printed import Printed
-from hybridtensor.state.training import training_of
+from hybridtensor.state.training import to_host, training_of
 from hybridtensor.subclasses.observing import observers
 from hybridtensor.watching.ranks import Ranks, added_up, agree
 from hybridtensor.watching.recording import Recording, machine
@@ -219,17 +219,8 @@ class watch(Printed):  # noqa: N801  (used as a function)
         if sampler is None:
             return
         numbers, sizes = added_up(sampler.sums, self._ranks)
-        tensors = [*numbers, sizes]
-        there = None
-        if sizes.is_cuda:
-            tensors = [
-                torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True)
-                for t in tensors
-            ]
-            there = torch.cuda.Event()
-            there.record()
-        else:
-            # The next sample clears these sums in place.
+        tensors, there = to_host([*numbers, sizes])
+        if there is None:  # the next sample clears these sums in place
             tensors = [tensor.clone() for tensor in tensors]
         unseen, layers = dict(sampler.unseen), sampler.measured()
         measured = Measured(layers, list(sampler.order), unseen, Numbers(*tensors[:4]), tensors[4])
