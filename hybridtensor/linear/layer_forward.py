@@ -32,8 +32,12 @@ from hybridtensor.dtensor import local
 from hybridtensor.linear.exported import require_own_weight
 from hybridtensor.linear.function import linear, require_plain_autograd
 from hybridtensor.linear.kinds import is_listed
-from hybridtensor.linear.operands import WEIGHTS
-from hybridtensor.linear.tensor_parallel import sharded_linear
+from hybridtensor.linear.operands import WEIGHTS, Weight
+from hybridtensor.linear.tensor_parallel import (
+    ShardedLinearMode,
+    require_shardable,
+    sharded_linear,
+)
 from hybridtensor.linear.uses import Uses
 from hybridtensor.linear.values import as_master_weight
 from hybridtensor.ops.library import outside_graphs
@@ -123,7 +127,7 @@ class LayerForward:
         inner: See above.
     """
 
-    _ran = False  # the first forward is observed: see ``Uses``
+    _ran = False  # the first forward of another class than ``nn.Linear`` is observed: see ``Uses``
 
     def __init__(self, layer: nn.Module, inner: Callable[..., object] | None = None) -> None:
         self._layer, self.inner = weakref.ref(layer), inner
@@ -144,49 +148,59 @@ class LayerForward:
         """Run the layer's forward by what is at ``weight``; see the table of this file."""
         layer = self._layer()
         if layer is None:
-            layer = required_layer(layer)
-        weight: Any = layer._parameters.get("weight")
+            layer = required_layer(layer)  # which raises
         recipe = layer.__dict__.get(_RECIPE)
         if recipe is None:  # a layer that is plain again
             return self.run(layer, args, kwargs)
-        if type(weight) in WEIGHTS:
-            if torch.compiler.is_dynamo_compiling():  # Dynamo must not trace the rest
-                if weight.is_of_no_layer:
-                    return in_eager_code(self, args, kwargs)
-                return self.run(layer, args, kwargs)
-            if weight.record.layer is not recipe.state or weight.record.is_new:
-                go_by(recipe, weight.record, weight.config, layer)
-            if not self._ran and not observers:
-                self._ran = True
-                if not runs_linear(layer):
-                    with Uses(layer, recipe.state):
-                        return self.run(layer, args, kwargs)
-            if (
-                self.inner is None
-                and len(args) == 1
-                and not kwargs
-                and type(args[0]) is Tensor
-                and weight.config is not None
-                and type(layer).forward is nn.Linear.forward
-                and not _modes_of_functions()
-            ):
-                # Nothing else would intercept F.linear. Every attribute of the weight would pass through its function.
-                with torch._C.DisableTorchFunctionSubclass():
-                    return linear(args[0], weight, layer.bias)  # type: ignore[arg-type]
+        weight: Any = layer._parameters.get("weight")
+        if type(weight) not in WEIGHTS:
+            part = local(weight) if isinstance(weight, DTensor) else None
+            if isinstance(part, WEIGHTS):
+                return self._run_sharded(layer, recipe, weight, part, args, kwargs)
+            return _with_recipe(self, layer, args, kwargs)
+        if torch.compiler.is_dynamo_compiling():  # Dynamo must not trace the rest
+            if weight.is_of_no_layer:
+                return in_eager_code(self, args, kwargs)
             return self.run(layer, args, kwargs)
-        part = local(weight) if isinstance(weight, DTensor) else None
-        if isinstance(weight, DTensor) and isinstance(part, WEIGHTS):
-            # Tensor parallel.
-            state = recipe.state
-            if not torch.compiler.is_dynamo_compiling() and part.record.layer is not state:
-                go_by(recipe, part.record, part.config, layer)
-            _require_ranks(state)
-            _require_cuttable(layer, state)
-            if self.inner is None and _is_linear(layer):
-                return sharded_linear(_input(*args, **kwargs), weight, layer.bias)  # type: ignore[arg-type]
-            with _ShardedLinearMode():
+        if weight.record.layer is not recipe.state or weight.record.is_new:
+            go_by(recipe, weight.record, weight.config, layer)
+        # ``nn.Linear.forward`` calls F.linear and nothing else.
+        calls_linear = self.inner is None and type(layer).forward is nn.Linear.forward
+        if not calls_linear and not self._ran and not observers:
+            self._ran = True
+            with Uses(layer, recipe.state):
                 return self.run(layer, args, kwargs)
-        return _with_recipe(self, layer, args, kwargs)
+        if (
+            calls_linear
+            and len(args) == 1
+            and not kwargs
+            and type(args[0]) is Tensor
+            and weight.config is not None
+            and not _modes_of_functions()
+        ):
+            # Nothing else would intercept F.linear. Every attribute of the weight would pass through its function.
+            with torch._C.DisableTorchFunctionSubclass():
+                return linear(args[0], weight, layer.bias)  # type: ignore[arg-type]
+        return self.run(layer, args, kwargs)
+
+    def _run_sharded(
+        self,
+        layer: nn.Module,
+        recipe: LayerRecipe,
+        weight: DTensor,
+        part: Weight,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> object:
+        """Run the layer's forward with a DTensor of weights at ``weight``, as tensor parallelism puts there."""
+        state = recipe.state
+        if not torch.compiler.is_dynamo_compiling() and part.record.layer is not state:
+            go_by(recipe, part.record, part.config, layer)
+        require_shardable(layer, state)
+        if self.inner is None and _is_linear(layer):
+            return sharded_linear(_input(*args, **kwargs), weight, layer.bias)  # type: ignore[arg-type]
+        with ShardedLinearMode():
+            return self.run(layer, args, kwargs)
 
     def run(self, layer: nn.Module, args: Args, kwargs: Kwargs) -> object:
         if self.inner is None:
@@ -259,38 +273,6 @@ def _unbound(kind: type[LayerForward] = LayerForward) -> LayerForward:
 def _input(input: Tensor) -> Tensor:
     """Return the one argument of ``nn.Linear.forward``, by position or name."""
     return input
-
-
-def _require_ranks(state: LayerState) -> None:
-    """Raise where random rounding cannot know which ranks hold equal data."""
-    if state.rounding is not None and not state.ranks.named:
-        raise ValueError(
-            f"linear: layer {state.name} rounds stochastically, and no mesh says which tensor-parallel ranks "
-            "hold the same rows of a batch; call hybridtensor.set_mesh_(model, mesh)"
-        )
-
-
-def _require_cuttable(layer: nn.Module, state: LayerState) -> None:
-    """Raise where a weight stored ``[in, out]`` is sharded over ranks."""
-    if state.transposed:
-        raise NotImplementedError(
-            f"linear: tensor parallelism shards layer {state.name}, a {type(layer).__name__} with weight [in, "
-            "out]; leave it whole, or leave it out of quantize_ (keep_bf16)"
-        )
-
-
-class _ShardedLinearMode(TorchFunctionMode):
-    """Torch function mode that runs ``F.linear`` on the local tensors of DTensor weights."""
-
-    def __torch_function__(
-        self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> object:
-        if func is F.linear:
-            operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
-            weight = operands["weight"]
-            if isinstance(weight, DTensor) and isinstance(local(weight), WEIGHTS):
-                return sharded_linear(operands["input"], weight, operands.get("bias"))
-        return func(*args, **(kwargs or {}))
 
 
 # a graph cannot make a weight's record

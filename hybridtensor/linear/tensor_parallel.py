@@ -10,16 +10,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.overrides import TorchFunctionMode
 
 from hybridtensor.dtensor import local
 from hybridtensor.linear.function import linear, require_plain_autograd
-from hybridtensor.linear.operands import QUANTIZED, Weight
+from hybridtensor.linear.operands import QUANTIZED, WEIGHTS, Weight
 from hybridtensor.ops.autograd import Function
 from hybridtensor.ops.library import left_whole
-from hybridtensor.state import Section
+from hybridtensor.state import LayerState, Section
 from hybridtensor.subclasses import HybridTensor
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 from hybridtensor.subclasses.wrapper import contiguous_strides
 
 
@@ -99,6 +102,39 @@ def sharded_linear(input: Tensor, weight: DTensor, bias: DTensor | None = None) 
     # ranks.
     stride = contiguous_strides(shape)
     return DTensor.from_local(y, mesh, out, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+class ShardedLinearMode(TorchFunctionMode):
+    """Torch function mode that runs ``F.linear`` on the local tensors of DTensor weights."""
+
+    def __torch_function__(
+        self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        if func is F.linear:
+            operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
+            weight = operands["weight"]
+            if isinstance(weight, DTensor) and isinstance(local(weight), WEIGHTS):
+                return sharded_linear(operands["input"], weight, operands.get("bias"))
+        return func(*args, **(kwargs or {}))
+
+
+def require_shardable(layer: nn.Module, state: LayerState) -> None:
+    """Raise unless a layer can run on parts of its weight.
+
+    Raises:
+        NotImplementedError: If the weight is stored ``[in, out]``.
+        ValueError: If random rounding cannot know which ranks hold equal data.
+    """
+    if state.rounding is not None and not state.ranks.named:
+        raise ValueError(
+            f"linear: layer {state.name} rounds stochastically, and no mesh says which tensor-parallel ranks "
+            "hold the same rows of a batch; call hybridtensor.set_mesh_(model, mesh)"
+        )
+    if state.transposed:
+        raise NotImplementedError(
+            f"linear: tensor parallelism shards layer {state.name}, a {type(layer).__name__} with weight [in, "
+            "out]; leave it whole, or leave it out of quantize_ (keep_bf16)"
+        )
 
 
 def mark_section(weight: DTensor, part: Weight, dims: Sequence[int] | None = None) -> None:
