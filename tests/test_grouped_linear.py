@@ -208,9 +208,9 @@ def test_no_scale_is_of_two_experts(name):
     w[1] *= 100
     x[32:96] *= 100
     weight = MasterWeight(w, config)
-    stack = weight.quantized(True, True, w.dtype)
+    stack = weight.quantized(rowwise=True, columnwise=True, dtype=w.dtype)
     for e in range(EXPERTS):
-        alone = MasterWeight(w[e].clone(), config).quantized(True, True, w.dtype)
+        alone = MasterWeight(w[e].clone(), config).quantized(rowwise=True, columnwise=True, dtype=w.dtype)
         for of_stack, one in zip(stack, alone, strict=True):
             for mine, theirs in zip(of_stack.tensors(), one.tensors(), strict=True):
                 assert torch.equal(mine[e].view(torch.uint8), theirs.view(torch.uint8))

@@ -17,6 +17,7 @@ import hybridtensor as ht
 from hybridtensor import ops
 from hybridtensor.ops.scaled_mm import multiplies_values
 from hybridtensor.quantizers import Quantizer
+from hybridtensor.subclasses.face_cache import ForwardUse
 from hybridtensor.testing import random_tensor, saved_for_backward
 
 SPECS = [
@@ -168,7 +169,7 @@ def test_the_next_forward_s_face_has_elements(device):
     weight = net[0].weight
     expected = weight.forward_face()
     stamp = weight.stamp(weight.dtype)
-    row = weight.faces_in_eager_code(stamp, weight.context, rowwise=True, columnwise=False, trained=True).row
+    row = weight.faces_in_eager_code(stamp, weight.context, forward=ForwardUse(True, False), columnwise=False).row
     assert (row.format.values_of is not None) == emulates(device)
     made = weight.forward_face()
     assert made.format is expected.format

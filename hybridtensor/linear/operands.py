@@ -119,10 +119,10 @@ def faces_of(tensor: HybridTensor, *, rowwise: bool, columnwise: bool, dtype: to
     return row, column
 
 
-def required_columnwise(face: Face | None, gemm: str) -> Face:
-    """Return the columnwise face that a product needs; raise ValueError if it is None."""
+def required_columnwise(face: Face | None) -> Face:
+    """Return the columnwise face of a weight; raise ValueError if it is None."""
     if face is None:
-        raise ValueError(f"{gemm}: the quantizer made no columnwise face")
+        raise ValueError("grad_input: the quantizer made no columnwise face")
     return face
 
 

@@ -27,7 +27,7 @@ from hybridtensor.quantizers import HybridQuantizer
 from hybridtensor.quantizers.plans import measured_in_backward
 from hybridtensor.state import Context, StateTensors
 from hybridtensor.subclasses import HybridTensor, MasterWeight
-from hybridtensor.subclasses.face_cache import Seen
+from hybridtensor.subclasses.face_cache import ForwardUse, Seen
 from hybridtensor.subclasses.observing import for_products_of_weight
 
 
@@ -35,13 +35,12 @@ class MasterOperand(Operand):
     """A weight in high precision whose columnwise face is cached or quantized in backward."""
 
     __slots__ = (
-        "_backward_follows",
         "_config",
         "_context",
         "_dtype",
+        "_forward",
         "_record",
         "_seen",
-        "_training",
         "_weight",
     )
 
@@ -53,7 +52,7 @@ class MasterOperand(Operand):
         amax_record: AmaxRecord | None,
         context: Context,
     ) -> None:
-        self._training, self._backward_follows = any(needs), needs.input
+        self._forward = ForwardUse(trained=any(needs), backward_follows=needs.input)
         self._seen = seen = weight.seen(dtype)
         if isinstance(seen.scales, tuple):
             context = weight.context  # with the common scale as it is now
@@ -65,10 +64,8 @@ class MasterOperand(Operand):
         cached = weight.faces_in_eager_code(
             seen.stamp,
             context,
-            rowwise=True,
+            forward=self._forward,
             columnwise=False,
-            trained=self._training,
-            backward_follows=needs.input,
             amax_record=amax_record,
         )
         super().__init__(cached.row, None, cached.amax_record)
@@ -77,11 +74,7 @@ class MasterOperand(Operand):
 
     def save(self) -> list[Tensor]:
         self._row = None
-        self._record.face_cache.end_forward(
-            self._config.keep_faces,
-            trained=self._training,
-            backward_follows=self._backward_follows,
-        )
+        self._record.face_cache.end_forward(self._config.keep_faces, self._forward)
         # Nothing is saved: backward asks the weight, and raises if that was written since.
         return []
 
@@ -104,15 +97,19 @@ class MasterOperand(Operand):
             column = weight.faces_in_eager_code(
                 seen.stamp,
                 self._context,
-                rowwise=False,
+                forward=None,
                 columnwise=True,
                 amax_record=self.amax_record,
             ).column
         else:  # another recipe was set since forward
-            column = weight.quantized(
-                False, True, self._dtype, config=self._config, context=self._context
-            )[1]
-        return required_columnwise(column, "grad_input")
+            _, column = weight.quantized(
+                rowwise=False,
+                columnwise=True,
+                dtype=self._dtype,
+                config=self._config,
+                context=self._context,
+            )
+        return required_columnwise(column)
 
     def _unchanged(self, weight: MasterWeight, same_recipe: bool) -> Seen:
         """Return the weight's state now; raise RuntimeError if it, or a scale of the same recipe, was written since
@@ -162,7 +159,12 @@ class TracedMaster(Operand):
         with weight_casts():
             self._amaxes = weight.amaxes(dtype) if needs.input else (None, None)
             row, _ = weight.quantized(
-                True, False, dtype, record=any(needs), amaxes=self._amaxes, context=context
+                rowwise=True,
+                columnwise=False,
+                dtype=dtype,
+                record=any(needs),
+                amaxes=self._amaxes,
+                context=context,
             )
         super().__init__(row, None)
 
@@ -174,14 +176,14 @@ class TracedMaster(Operand):
         self._weight.check_common_scale()
         with weight_casts():
             _, column = self._weight.quantized(
-                False,
-                True,
-                self._dtype,
+                rowwise=False,
+                columnwise=True,
+                dtype=self._dtype,
                 amaxes=self._amaxes,
                 after=self._after,
                 context=self._context.in_backward(),
             )
-        return required_columnwise(column, "grad_input")
+        return required_columnwise(column)
 
 
 class GivenWeight(Operand):
@@ -209,7 +211,7 @@ class GatheredWeight(GivenWeight):
 
     def columnwise(self, saved: list[Tensor]) -> Face:
         column = self._weight.faces(rowwise=False, columnwise=True, dtype=self._dtype)[1]
-        return required_columnwise(column, "grad_input")
+        return required_columnwise(column)
 
 
 class RequantizedWeight(GivenWeight):

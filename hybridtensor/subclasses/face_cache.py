@@ -53,11 +53,19 @@ class CachedFaces:
 _NOTHING = CachedFaces()  # not to be written
 
 
-class LastUse(NamedTuple):
-    """The last forward that used a weight: in training, and with a backward to follow."""
+class ForwardUse(NamedTuple):
+    """How a forward uses a weight.
+
+    Attributes:
+        trained: Whether a gradient of anything is needed, so that it is a forward of training.
+        backward_follows: Whether its backward will ask for the columnwise face.
+    """
 
     trained: bool
     backward_follows: bool
+
+
+EVALUATION = ForwardUse(trained=False, backward_follows=False)
 
 
 class FaceCache:
@@ -97,27 +105,21 @@ class FaceCache:
         self._expected = 0
         self._stream: int | None = None  # of the launch that quantized several weights
         self.awaits_column = False
-        self.last_use: LastUse | None = None
+        self.last_use: ForwardUse | None = None
         self.used_on = 0
 
     def use(
-        self,
-        place: Place,
-        stamp: Stamp,
-        stream: int,
-        forward: bool,
-        trained: bool,
-        backward_follows: bool,
+        self, place: Place, stamp: Stamp, stream: int, forward: ForwardUse | None
     ) -> CachedFaces:
-        """Invalidate old faces, count a forward, and return the cached faces of view ``place``."""
+        """Invalidate old faces, count a ``forward``, and return the cached faces of view ``place``."""
         if self._stamp != stamp:
-            self.begin(stamp, forward=forward)
-        if forward:
+            self.begin(stamp, forward=forward is not None)
+        if forward is not None:
             self.used_on = stream
             # An evaluation between a write and training says nothing of what the next training needs.
-            if self.last_use != (trained, backward_follows) and (trained or not self._forwards):
-                self.last_use = LastUse(trained, backward_follows)
-            if not trained:
+            if forward.trained or not self._forwards:
+                self.last_use = forward
+            if not forward.trained:
                 self._evaluations += 1
                 self._evaluated += 1
             elif _task() == -1:  # inside of a backward it recomputes
@@ -179,10 +181,10 @@ class FaceCache:
             return step or _task() != -1, step
         return policy == "always", policy == "always"
 
-    def end_forward(self, policy: str, *, trained: bool, backward_follows: bool) -> None:
+    def end_forward(self, policy: str, forward: ForwardUse) -> None:
         """Release what a forward used and nothing will use again."""
         awaited = self._forwards + self._evaluated < self._expected
-        again = awaited or self._is_reused or (not trained and self._evaluations > 1)
+        again = awaited or self._is_reused or (not forward.trained and self._evaluations > 1)
         frees = policy == "never" or (policy == "auto" and not again)
         lacks = not self._views
         for view in list(self._views.values()):  # another thread may clear them
@@ -190,7 +192,7 @@ class FaceCache:
             if frees:
                 view.row = None
         # Where none is to be made, backward need not look through the bucket for others.
-        self.awaits_column = lacks and (backward_follows or self.awaits_column)
+        self.awaits_column = lacks and (forward.backward_follows or self.awaits_column)
 
     def end_backward(self, policy: str) -> None:
         """Release what a backward used and nothing will use again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -13,10 +14,20 @@ from hybridtensor.ops.library import is_recorded, is_traced
 from hybridtensor.quantizers.plans import Amaxes, measured
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context, LayerState
-from hybridtensor.subclasses.face_cache import CachedFaces, Place, Seen, Stamp, stream_of
+from hybridtensor.subclasses.face_cache import (
+    EVALUATION,
+    CachedFaces,
+    ForwardUse,
+    Place,
+    Seen,
+    Stamp,
+    stream_of,
+)
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.observing import for_products_of_weight, observers
 from hybridtensor.subclasses.record import read_version, version_of
+
+_NOTHING = contextlib.nullcontext()
 
 
 class QuantizedWhenUsed(InterceptingTensor):
@@ -137,7 +148,7 @@ class QuantizedWhenUsed(InterceptingTensor):
             cached = self.faces_in_eager_code(
                 self.stamp(dtype),
                 self.context,
-                rowwise=rowwise,
+                forward=EVALUATION if rowwise else None,
                 columnwise=columnwise,
                 amax_record=amax_record,
             )
@@ -148,10 +159,8 @@ class QuantizedWhenUsed(InterceptingTensor):
         stamp: Stamp,
         context: Context,
         *,
-        rowwise: bool,
+        forward: ForwardUse | None,
         columnwise: bool,
-        trained: bool = False,
-        backward_follows: bool = False,
         amax_record: AmaxRecord | Tensor | ReturnedAmaxes | None = None,
     ) -> CachedFaces:
         """Return the faces asked for, and maybe others.
@@ -162,40 +171,34 @@ class QuantizedWhenUsed(InterceptingTensor):
         Args:
             stamp: ``self.stamp(dtype)`` now.
             context: ``self.context``, now or in forward.
-            rowwise: See ``faces``.
-            columnwise: See ``faces``.
-            trained: The forward is one of training.
-            backward_follows: A backward will ask for the columnwise face: one cast makes both, if they are cached.
-            amax_record: See ``faces``.
+            forward: The forward that needs the rowwise face; None in a backward, which does not. If a backward
+                follows, one cast makes both faces, if they are cached.
+            columnwise: Whether the columnwise face is needed now.
+            amax_record: Where amaxes are recorded if faces are quantized now.
         """
         record, plain = self.record, self.plain
         layer: Any = record.layer  # outside of graphs a LayerState, or None
-        # Nothing is cached where Python is not run again. A checkpointing policy counts calls besides: a cast in its
-        # first pass only would shift what it has saved.
-        if record.replayed or is_recorded() or (layer is not None and layer.replayed):
-            context = self.context_of_products(context, stamp[-1])
-            with torch.no_grad():
+        # Autograd functions run without gradients already, and asking takes less time than ``no_grad``
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
+            # Nothing is cached where Python is not run again. A checkpointing policy counts calls besides: a cast in
+            # its first pass only would shift what it has saved.
+            if record.replayed or is_recorded() or (layer is not None and layer.replayed):
+                context, rowwise = self.context_of_products(context, stamp[-1]), forward is not None
                 return self._made(rowwise, columnwise, stamp[-1], context, amax_record)
-        use = rowwise, trained, backward_follows
-        cached = record.face_cache.use(self.place, stamp, stream_of(plain), *use)
-        wanted = rowwise, columnwise, trained, backward_follows
-        if not torch.is_grad_enabled():  # as inside of autograd functions
-            return self._completed(cached, stamp, *wanted, amax_record, context)
-        with torch.no_grad():
-            return self._completed(cached, stamp, *wanted, amax_record, context)
+            cached = record.face_cache.use(self.place, stamp, stream_of(plain), forward)
+            return self._completed(cached, stamp, forward, columnwise, amax_record, context)
 
     def _completed(
         self,
         cached: CachedFaces,
         stamp: Stamp,
-        rowwise: bool,
+        forward: ForwardUse | None,
         columnwise: bool,
-        trained: bool,
-        backward_follows: bool,
         amax_record: AmaxRecord | Tensor | ReturnedAmaxes | None,
         context: Context,
     ) -> CachedFaces:
         """Return the cached faces, quantizing the missing ones."""
+        trained, backward_follows = EVALUATION if forward is None else forward
         outlast, outlast_step = self.record.face_cache.lifetime(self.config.keep_faces)
         both = backward_follows and outlast
         lasting = outlast_step if columnwise else not trained or outlast
@@ -205,7 +208,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         row, column = cached.row, cached.column
         if lasting or observers:  # not only products read the faces
             row, column = _of_elements(row), _of_elements(column)
-        row_is_missing = rowwise and (row is None or unmeasured)
+        row_is_missing = forward is not None and (row is None or unmeasured)
         column_is_missing = (columnwise or both) and (column is None or unmeasured)
         if not (row_is_missing or column_is_missing):
             return cached
@@ -238,7 +241,9 @@ class QuantizedWhenUsed(InterceptingTensor):
             amax_record = amax_record.provisional()
         if context.state is not None and context.state.amax is not amax_record:
             context = context._replace(state=context.state._replace(amax=amax_record))
-        row, column = self.quantized(rowwise, columnwise, dtype, amaxes=amaxes, context=context)
+        row, column = self.quantized(
+            rowwise=rowwise, columnwise=columnwise, dtype=dtype, amaxes=amaxes, context=context
+        )
         return CachedFaces(row, column, amaxes, amax_record)
 
     def amaxes(self, dtype: torch.dtype, context: Context | None = None) -> Amaxes:
@@ -248,10 +253,10 @@ class QuantizedWhenUsed(InterceptingTensor):
 
     def quantized(
         self,
+        *,
         rowwise: bool,
         columnwise: bool,
         dtype: torch.dtype,
-        *,
         record: bool = True,
         amaxes: Amaxes = (None, None),
         after: Tensor | None = None,
@@ -265,9 +270,8 @@ class QuantizedWhenUsed(InterceptingTensor):
         config = self.config if config is None else config
         values = weight_values(config, self.plain)
         if config.weight.requantizes:
-            dtype = (
-                self.dtype
-            )  # also under autocast: what the rowwise face holds is rounded once, not twice
+            # Also under autocast: what the rowwise face holds is rounded once, not twice
+            dtype = self.dtype
         return config.weight.faces(
             values, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
         )
@@ -278,10 +282,11 @@ class QuantizedWhenUsed(InterceptingTensor):
         face."""
         stamp = self.stamp(self.dtype)
         row = self.record.face_cache.rowwise(self.place, stamp)
-        made = self.quantized(True, False, self.dtype, record=False)[0] if row is None else row
-        if made is None:
+        if row is None:
+            row, _ = self.quantized(rowwise=True, columnwise=False, dtype=self.dtype, record=False)
+        if row is None:
             raise ValueError(f"MasterWeight: {self.config.weight} made no rowwise face")
-        return made
+        return row
 
     def check_common_scale(self) -> None:
         """Raise if a graph writes a weight before using it: its common scale is a graph input."""

@@ -14,7 +14,7 @@ import hybridtensor as ht
 from hybridtensor import Float8Quantizer, HybridConfig, MasterWeight
 from hybridtensor.ops import library
 from hybridtensor.subclasses import master_tensor
-from hybridtensor.subclasses.face_cache import CachedFaces, FaceCache
+from hybridtensor.subclasses.face_cache import CachedFaces, FaceCache, ForwardUse
 from hybridtensor.subclasses.operators import master as operators
 from hybridtensor.subclasses.quantizing import face_tensors
 from hybridtensor.testing import random_tensor
@@ -422,6 +422,6 @@ def test_another_thread_may_free_faces_while_a_forward_ends():
             """Nothing is there."""
 
     cache = FaceCache()
-    for use in (cache.faces, lambda: cache.end_forward("auto", trained=True, backward_follows=True)):
+    for use in (cache.faces, lambda: cache.end_forward("auto", ForwardUse(True, True))):
         cache._views.update({place: Clearing() for place in range(3)})
         use()
