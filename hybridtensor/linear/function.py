@@ -277,7 +277,7 @@ def _backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         _require_high_precision(ctx.products)
     asked, traced = products.needs, not direct and is_traced()
     if not traced:
-        asked = requested_gradients(ctx, asked, lambda: layer_of(products.context.state))
+        asked = requested_gradients(ctx, asked, products.context.state)
     stays = in_backward() if traced else _NOTHING  # FSDP2 gathers faces after a graph's forward
     with torch._C.DisableTorchFunctionSubclass(), stays:  # attributes would pass through
         gradients = products.gradients(grad, saved, graph_amaxes, asked, direct)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridtensor import ops
-from hybridtensor.linear.operands import WEIGHTS, layer_of
+from hybridtensor.linear.operands import WEIGHTS
 from hybridtensor.linear.products import Backward
 from hybridtensor.linear.readers import quantized_tensor
 from hybridtensor.linear.two_parts import requested_gradients, will_run
@@ -64,7 +64,7 @@ class OutputGradient(NamedTuple):
             return None
         products: Backward = node.products
         context, dtype = products.context, grad.dtype
-        asked = requested_gradients(node, products.needs, lambda: layer_of(context.state))
+        asked = requested_gradients(node, products.needs, context.state)
         if not (asked.input or asked.weight):
             return None
         values = may_hold_values(dtype, context.groups)

@@ -99,6 +99,16 @@ class Backward(NamedTuple):
 
         backward, saved = ht.linear.Backward.save(left, right, weight.config, needs, context)
         gradients = backward.gradients(grad_output, saved)
+
+    Attributes:
+        input: The input's operand.
+        weight: The weight's operand.
+        num_saved: How many of the saved tensors are the input's, which come first; the rest are the weight's.
+        config: The recipe in forward.
+        needs: Which gradients will be asked for, in one backward or in two parts of it.
+        context: The context of the input in forward.
+        layer: State of the layer, for observers and to mark that its backward ran; or None.
+        draws: Count of the changes of the layer's random numbers until forward; 0 without any.
     """
 
     input: Operand
@@ -121,8 +131,7 @@ class Backward(NamedTuple):
         layer: object = None,
     ) -> tuple[Backward, list[Tensor]]:
         """Return the two products of backward, and the tensors that they need until then."""
-        of_input = input.save()
-        draws = 0 if (state := context.state) is None or state.rounding is None else _draws(state)
+        of_input, draws = input.save(), _draws(context.state)
         backward = cls(input, weight, len(of_input), config, needs, context, layer, draws)
         return backward, [*of_input, *weight.save()]
 

@@ -11,17 +11,26 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from hybridtensor.linear.operands import Needs
+from hybridtensor.linear.operands import Needs, layer_of
 from hybridtensor.ops.autograd import Ctx, Function
+from hybridtensor.state import StateTensors
 
 # Private in torch, and what its hooks of several gradients ask
 will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
 _PIPELINING = "torch.distributed.pipelining._backward"
 
 
-def requested_gradients(ctx: Ctx, needs: Needs, layer: Callable[[], str]) -> Needs:
-    """Return the gradients that this backward computes; raise NotImplementedError if torch could not run a second
-    part."""
+def requested_gradients(ctx: Ctx, needs: Needs, state: StateTensors | None) -> Needs:
+    """Return the gradients that this backward computes.
+
+    Args:
+        ctx: The autograd node of a layer.
+        needs: The gradients that are needed, in one part of the backward or the other.
+        state: That of the layer, for the error.
+
+    Raises:
+        NotImplementedError: If torch could not run a second part.
+    """
     # ``ctx.needs_input_grad`` is the same in both parts of a backward. A graph has one part only.
     asked = list(needs)
     for index, (node, _) in enumerate(ctx.next_functions[:3]):  # of input, weight, and bias if any
@@ -39,7 +48,7 @@ def requested_gradients(ctx: Ctx, needs: Needs, layer: Callable[[], str]) -> Nee
         and _is_first_part()
     ):
         raise NotImplementedError(
-            f"linear: a zero-bubble schedule runs the backward of {layer()} in two parts, and torch "
+            f"linear: a zero-bubble schedule runs the backward of {layer_of(state)} in two parts, and torch "
             f"{torch.__version__} frees the nodes of autograd functions before the second; use GPipe, 1F1B or "
             "Interleaved1F1B, or torch 2.13"
         )
