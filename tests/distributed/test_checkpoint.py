@@ -225,6 +225,24 @@ class TestRecipes:
             assert all(torch.equal(m, v) for m, v in zip(masters, values[::2], strict=True))
         other(torch.ones(32, 32))
 
+    @pytest.mark.parametrize("name", ["rowwise", "columnwise", "masters"])
+    def test_a_module_may_be_called_as_a_part_of_a_checkpoint(self, name, tmp_path):
+        def named(spec, persistent, seed):
+            model, _ = make(None, seed=seed)
+            model = nn.Sequential(nn.ModuleDict({name: model}))
+            ht.quantize_(model, spec, persistent=persistent)
+            kind = ht.optim.MasterWeights if persistent else torch.optim.AdamW
+            args = (torch.optim.AdamW,) if persistent else ()
+            return model, kind(*args, model.parameters())
+
+        model, optimizer = named("fp8", True, 0)
+        checkpoint.save(tmp_path, 1, {"model": model, "optimizer": optimizer})
+        other, other_optimizer = named("mxfp8", False, 1)
+        checkpoint.load(tmp_path, {"model": other, "optimizer": other_optimizer}, any_recipe=True)
+        for parameter, loaded in zip(model.parameters(), other.parameters(), strict=True):
+            values = loaded.dequantize() if isinstance(loaded, ht.MasterWeight) else loaded
+            assert torch.equal(optimizer.masters().get(parameter, parameter), values)
+
     def test_a_persistent_one_needs_values(self, tmp_path):
         model, _ = make("fp8", True)
         checkpoint.save(tmp_path, 1, {"model": model})
@@ -290,6 +308,8 @@ class TestMisfits:
         state = {"model": model, "optimizer": optimizer}
         with pytest.raises(ValueError, match=r"step 1 is there already, .*overwrite=True"):
             checkpoint.save(tmp_path, 1, state)
+        with pytest.raises(ValueError, match=r"^checkpoint.async_save: step 1 is there already"):
+            checkpoint.async_save(tmp_path, 1, state)
         assert load(tmp_path, step=1)[1] == expected[1]
         checkpoint.save(tmp_path, 1, state, overwrite=True)
         assert load(tmp_path, step=1)[1] == bits(model, optimizer)

@@ -21,8 +21,12 @@ from hybridtensor.untrusted.verifying import problems
 _PARTIAL = ".partial"
 
 
-def new_folder(root: Path, step: int, overwrite: bool) -> Path:
-    """Create the hidden folder that a step is written into, and remove leftovers of crashes."""
+def new_folder(who: str, root: Path, step: int, overwrite: bool) -> Path:
+    """Create the hidden folder that a step is written into, and remove leftovers of crashes.
+
+    Raises:
+        ValueError: If the step exists and is intact, unless ``overwrite``; ``who`` begins the message.
+    """
     if not root.is_dir():
         root.mkdir(parents=True, exist_ok=True)
         sync_folder(root.parent)
@@ -30,7 +34,7 @@ def new_folder(root: Path, step: int, overwrite: bool) -> Path:
     target = step_path(root, step)
     if target.exists() and not overwrite and not problems(target):
         raise ValueError(
-            f"checkpoint.save: step {step} is there already, intact, in {target}; pass "
+            f"{who}: step {step} is there already, intact, in {target}; pass "
             "overwrite=True to replace it"
         )
     folder = root / f".{target.name}{_PARTIAL}{owned_name()}"

@@ -189,11 +189,10 @@ class Restoration:
 
 def _weight_of_face(name: str) -> str | None:
     """Return the weight of whose face ``name`` is a tensor, or None."""
-    for direction in ("rowwise", "columnwise"):
-        weight, _, rest = name.rpartition(f".{direction}.")
-        if weight and rest:
-            return weight
-    return None
+    # The longest: a module on the way may have such a name, too.
+    return (
+        max((name.rpartition(f".{face}.")[0] for face in HybridTensor.inner_names), key=len) or None
+    )
 
 
 def _with_room(own: object, entry: str, stored: dict[str, tuple[KeyPath, STORAGE_TYPES]]) -> object:

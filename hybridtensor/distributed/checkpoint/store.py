@@ -82,7 +82,7 @@ class _Write:
         """Write the manifest, sync the folder to disk and rename it, on the first rank."""
         if self.metadata is None:
             raise RuntimeError(
-                "checkpoint.save: the planner made no metadata on the first rank; please report this"
+                f"{self.ranks.who}: the planner made no metadata on the first rank; please report this"
             )
         self.writer.finish(self.metadata, [results for results, _ in everything])
         for rank, (_, files) in enumerate(everything):
@@ -280,7 +280,7 @@ def _planned(
         check_arguments(
             ranks, directory=os.path.normpath(root), step=step, **dataclasses.asdict(options)
         )
-        folder = ranks.first(lambda: new_folder(root, step, options.overwrite))
+        folder = ranks.first(lambda: new_folder(ranks.who, root, step, options.overwrite))
         yield _plan(ranks, root, folder, step, entries, options)
     except BaseException:
         if folder is not None and ranks.rank == 0:
