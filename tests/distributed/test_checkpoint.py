@@ -3,6 +3,7 @@
 import copy
 import threading
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -242,6 +243,22 @@ class TestRecipes:
         for parameter, loaded in zip(model.parameters(), other.parameters(), strict=True):
             values = loaded.dequantize() if isinstance(loaded, ht.MasterWeight) else loaded
             assert torch.equal(optimizer.masters().get(parameter, parameter), values)
+
+    @pytest.mark.parametrize("target", [None, "fp8", "fp8_delayed", ("mxfp8", True)], ids=str)
+    @pytest.mark.parametrize("source", [None, "fp8", "fp8_delayed", ("fp8", True)], ids=str)
+    def test_a_layer_that_the_model_lacks_is_an_error(self, source, target, tmp_path):
+        """Whatever its recipe is."""
+        states = []
+        for recipe, layers in ((source, 3), (target, 2)):
+            model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(layers)))
+            spec, persistent = recipe if isinstance(recipe, tuple) else (recipe, False)
+            if spec is not None:
+                ht.quantize_(model, spec, persistent=persistent)
+            kind = partial(ht.optim.MasterWeights, torch.optim.AdamW) if persistent else torch.optim.AdamW
+            states.append({"model": model, "optimizer": kind(model.parameters())})
+        checkpoint.save(tmp_path, 1, states[0])
+        with pytest.raises(ValueError, match=r"model\.2\.\S* is not here"):
+            checkpoint.load(tmp_path, {"model": states[1]["model"]}, any_recipe=True)
 
     def test_a_persistent_one_needs_values(self, tmp_path):
         model, _ = make("fp8", True)

@@ -132,11 +132,12 @@ class Restoration:
         found = []
         for flat in metadata.state_dict_metadata:
             entry, _, name = flat.partition(".")
-            of_state = weight_of_state(name)
-            skipped = not self._has_same_recipe(
-                f"{entry}.{of_state or _weight_of_face(name) or name}"
-            )
-            if entry in self._loaded and flat not in planned and not skipped:
+            if entry not in self._loaded or flat in planned:
+                continue
+            weight = weight_of_state(name) or _weight_of_face(name) or name
+            # Of a weight with another recipe, the values are loaded alone.
+            is_here = weight in self.entries.parameters[entry]
+            if not is_here or self._has_same_recipe(f"{entry}.{weight}"):
                 found.append(flat)
         return found
 
