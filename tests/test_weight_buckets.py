@@ -252,6 +252,19 @@ def test_a_bucket_ends_with_its_elements(monkeypatch, casts):
     assert max(casts["cast"]) == 2
 
 
+def test_a_tied_weight_is_cast_once(casts):
+    """Also where the backward of another layer comes first."""
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(3)), nn.Embedding(128, 128)).bfloat16()
+    model[3].weight = model[1].weight
+    ht.quantize_(model, "fp8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model[:3](model[3](torch.arange(32))).sum().backward()
+        optimizer.step()
+        ht.step_(model)
+    assert casts["cast"] == [3, 3] * 2
+
+
 def test_recipes_dtypes_and_plain_layers_have_buckets_of_their_own():
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
     model[4].bfloat16()

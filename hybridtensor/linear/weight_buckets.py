@@ -25,6 +25,7 @@ from hybridtensor.state.step import after_step
 from hybridtensor.subclasses import MasterWeight
 from hybridtensor.subclasses.face_cache import CachedFaces, Stamp, stream_of
 from hybridtensor.subclasses.observing import observers
+from hybridtensor.subclasses.record import WeightRecord
 
 _BUCKET = 2**26
 """Elements of a bucket: so much memory the faces take that are made before they are needed; a launch of that size takes
@@ -63,14 +64,17 @@ class WeightBucket:
     def _run(self, add: Callable[[_Jobs, MasterWeight], None], asking: MasterWeight | None) -> int:
         jobs = _Jobs()
         with _as_tensors():
+            seen = set[WeightRecord]()  # several modules may have one weight
             if asking is not None:
                 # First: else each layer of a model whose weights are cast alone looks through all others, in vain.
                 if _takes_part(asking):
                     add(jobs, asking)
                 if not jobs.found:
                     return 0
+                seen.add(asking.record)
             for weight in self.weights():
-                if asking is None or weight.record is not asking.record:
+                if weight.record not in seen:
+                    seen.add(weight.record)
                     add(jobs, weight)
             return jobs.run()
 
