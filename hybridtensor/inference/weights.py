@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from hybridtensor.distributed.checkpoint.plain import named_buffers, named_parameters
 from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.distributed.fsdp.planning import plan_of
-from hybridtensor.distributed.fsdp.sending import Weight
 from hybridtensor.distributed.fsdp.shard import Shard, shard_of
 from hybridtensor.distributed.fsdp.torch_compat import ShardedParam, all_params
 from hybridtensor.dtensor import local
@@ -31,6 +30,7 @@ from hybridtensor.formats import (
 from hybridtensor.inference.layouts import LAYOUTS, Layout, choose
 from hybridtensor.inference.names import Names, of_transformers
 from hybridtensor.layers import Layer, is_of_no_layer, layers_of
+from hybridtensor.linear.operands import Weight
 from hybridtensor.state import LayerState, weight_of_state
 from hybridtensor.subclasses import HybridTensor, is_converted
 

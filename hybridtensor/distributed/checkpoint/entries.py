@@ -17,7 +17,7 @@ from hybridtensor.distributed.checkpoint.plain import (
 )
 from hybridtensor.distributed.checkpoint.planners import Opaque
 from hybridtensor.dtensor import local
-from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
 from hybridtensor.untrusted.manifest import Manifest, Weight
 
 
@@ -79,7 +79,7 @@ class Entries:
         for entry, parameters in self.parameters.items():
             for name, parameter in parameters.items():
                 weight = local(parameter)
-                if not isinstance(weight, (MasterWeight, HybridTensor)):
+                if not is_converted(weight):
                     continue
                 if weight.config is None:
                     raise ValueError(

@@ -18,10 +18,11 @@ from hybridtensor.distributed.fsdp.payload import (
     WeightPayload,
 )
 from hybridtensor.distributed.fsdp.plan import ROW
-from hybridtensor.distributed.fsdp.sending import HookResult, Sent, Weight, fill, gathered_state
+from hybridtensor.distributed.fsdp.sending import HookResult, Sent, fill, gathered_state
 from hybridtensor.distributed.fsdp.shard import Shard
 from hybridtensor.distributed.fsdp.torch_compat import free_storage
 from hybridtensor.distributed.fsdp.unpack import Copies, Received
+from hybridtensor.linear.operands import Weight
 from hybridtensor.subclasses import MasterWeight
 
 if TYPE_CHECKING:

@@ -11,15 +11,13 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 
 from hybridtensor.distributed.fsdp.payload import WeightPayload
-from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan
+from hybridtensor.distributed.fsdp.plan import COLUMN, DIRECTIONS, ROW, Plan
 from hybridtensor.distributed.fsdp.torch_compat import free_storage
 from hybridtensor.distributed.fsdp.unpack import Copies
 from hybridtensor.ops import Face, FaceKind, Faces, empty_face
 from hybridtensor.ops.groups import stack_layouts
 from hybridtensor.subclasses import FaceTensor, IdentityTensor, QuantizedTensor
 from hybridtensor.subclasses.faces import turned
-
-_DIRECTIONS = (ROW, COLUMN)
 
 
 @contextlib.contextmanager
@@ -46,7 +44,7 @@ class GatheredFaces:
         stored = (*size[:-2], *size[:-3:-1]) if transposed else size
         self.dtype, self._plan = dtype, plan
         self.tensors: dict[str, list[Tensor]] = {}
-        self._names = {direction: self._name(plan, direction) for direction in _DIRECTIONS}
+        self._names = {direction: self._name(plan, direction) for direction in DIRECTIONS}
         anchor = torch.empty(0, dtype=dtype, device=device)
         for direction, name in self._names.items():
             if name not in self.tensors:
@@ -124,7 +122,7 @@ class GatheredFaces:
             if direction in names:
                 targets = [direction]
                 if direction == ROW and self._plan.transposed:
-                    targets = [d for d, asked in zip(_DIRECTIONS, wanted, strict=True) if asked]
+                    targets = [d for d, asked in zip(DIRECTIONS, wanted, strict=True) if asked]
                 for target in targets:
                     copies.add(self.tensors[target][index], alike)
 
@@ -141,7 +139,7 @@ class GatheredFaces:
     def _tensors_of(self, rowwise: bool, columnwise: bool) -> list[Tensor]:
         filled = self._plan.fills(rowwise, columnwise)
         names = dict.fromkeys(
-            self._names[d] for d, there in zip(_DIRECTIONS, filled, strict=True) if there
+            self._names[d] for d, there in zip(DIRECTIONS, filled, strict=True) if there
         )
         if self._plan.read and rowwise:
             names["values"] = None
@@ -154,7 +152,7 @@ class GatheredFaces:
 
     def copy_from(self, made: Faces) -> None:
         """Copy faces that were quantized after the gather."""
-        for direction, face in zip(_DIRECTIONS, made, strict=True):
+        for direction, face in zip(DIRECTIONS, made, strict=True):
             if face is not None and not face.follows_rowwise:
                 turned = self.transposed and self._names[direction] == "values"
                 for target, new in zip(self.of(direction), face.tensors(), strict=True):

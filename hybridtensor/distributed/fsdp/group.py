@@ -10,9 +10,10 @@ from torch import Tensor
 
 from hybridtensor.distributed.fsdp.bundle import Bundle
 from hybridtensor.distributed.fsdp.payload import Payload
-from hybridtensor.distributed.fsdp.sending import HookResult, Sent, Weight
+from hybridtensor.distributed.fsdp.sending import HookResult, Sent
 from hybridtensor.distributed.fsdp.shard import Shard, shard_of
 from hybridtensor.distributed.fsdp.torch_compat import ShardedParam
+from hybridtensor.linear.operands import Weight
 from hybridtensor.ops.library import is_recorded
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.intercepting import InterceptingTensor

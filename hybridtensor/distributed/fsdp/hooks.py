@@ -35,7 +35,7 @@ from hybridtensor.ops import Face
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import LayerState
 from hybridtensor.state.step import after_step
-from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.subclasses import HybridTensor, is_converted
 from hybridtensor.subclasses.followers import followers, inner_tensors
 from hybridtensor.subclasses.high_precision import whole
 from hybridtensor.subclasses.intercepting import InterceptingTensor
@@ -210,9 +210,7 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
     written = [common_scale.Written(shard, shard.sharded.tensor, values) for shard, values in pairs]
     # In the order of the weights, which is the same on all ranks: collectives have to match. Weights on different
     # meshes cannot share one.
-    for group in {
-        id(shard.sharded.process_group): shard.sharded.process_group for shard, _ in waiting
-    }.values():
+    for group in dict.fromkeys(shard.sharded.process_group for shard, _ in waiting):
         reduce_amaxes(
             [(shard, values) for shard, values in waiting if shard.sharded.process_group is group]
         )
@@ -305,9 +303,7 @@ def gathers(module: nn.Module, weight: Tensor) -> Gathers | None:
     """Describe what FSDP2 all-gathers of a converted weight; None without FSDP2."""
     for sharded in params_of(module):
         tensor = sharded.tensor
-        if not isinstance(tensor, (MasterWeight, HybridTensor)) or sharded.num_ranks == 1:
-            continue
-        if tensor is not weight:
+        if tensor is not weight or not is_converted(tensor) or sharded.num_ranks == 1:
             continue
         plan = plan_of(sharded, tensor.recipe)
         reasons = [plan.whole]
@@ -368,7 +364,6 @@ def expect_recompute_(model: nn.Module, expected: bool | None) -> nn.Module:
         require_flag("expect_recompute_", expected=expected)
     modules = set(model.modules())
     for sharded in all_params():
-        is_ours = isinstance(sharded.tensor, (MasterWeight, HybridTensor))
-        if is_ours and not modules.isdisjoint(sharded.readers):
+        if is_converted(sharded.tensor) and not modules.isdisjoint(sharded.readers):
             shard_of(sharded).expect(expected)
     return model

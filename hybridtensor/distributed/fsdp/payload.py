@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.distributed.fsdp.agreement import Place, place_of
-from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Piece, Plan, pieces
+from hybridtensor.distributed.fsdp.plan import DIRECTIONS, ROW, Piece, Plan, pieces
 from hybridtensor.distributed.fsdp.stack_plan import stack_pieces
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.distributed.fsdp.torch_compat import alloc_storage, free_storage
@@ -32,7 +32,6 @@ from hybridtensor.ops.groups import stack_layouts
 
 # Kernels are compiled for addresses that are multiples of 16 bytes, on which Triton specializes.
 _ALIGNMENT = 16
-_DIRECTIONS = (ROW, COLUMN)
 
 
 class Sending(NamedTuple):
@@ -94,7 +93,7 @@ def layout_of(sendings: tuple[Sending, ...]) -> Layout:
     """Lay out the payload of several weights; high-precision values have the dtype of the computation."""
     slots, begin = [], 0
     # By face, then by weight: what a gather of one face sends is then one stretch of bytes.
-    for name in (*_DIRECTIONS, "values"):
+    for name in (*DIRECTIONS, "values"):
         for weight, sending in enumerate(sendings):
             for piece in _pieces(sending, name) if name in sending.names else ():
                 end = begin + math.ceil(piece.nbytes / _ALIGNMENT) * _ALIGNMENT
@@ -147,7 +146,7 @@ class WeightPayload:
                 for slot in slots
                 if slot.name == name
             ]
-            if name in _DIRECTIONS and sending.plan.matrix is None:
+            if name in DIRECTIONS and sending.plan.matrix is None:
                 self._add_alike(name, memory.device)
 
     def _add_alike(self, name: str, device: torch.device) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +36,7 @@ from hybridtensor.quantizers import (
 from hybridtensor.quantizers.hybrid import by_direction, is_its_transpose
 from hybridtensor.recipes.config import HybridConfig
 
-ROW, COLUMN = "rowwise", "columnwise"
+ROW, COLUMN = DIRECTIONS = "rowwise", "columnwise"
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Plan:
         # The finest: the amax of a tensor is the maximum of those of its columns, so that one
         # all-reduce serves both faces. ``_one_exchange`` leaves no plan with blocks and something
         # else.
-        return next((need for need in ("blocks", "column", "tensor") if need in needs), None)
+        return _finest(needs)
 
     @property
     def block(self) -> int:
@@ -260,11 +261,12 @@ def face_plan(quantizer: Quantizer, direction: str, rows: int, num_ranks: int) -
         return FacePlan(
             "whole", fmt, reason=f"{direction} {fmt}: its scale is that of the rotated values"
         )
-    return FacePlan(
-        "bytes",
-        fmt,
-        next((need for need in ("blocks", "column", "tensor") if need in reduce), None),
-    )
+    return FacePlan("bytes", fmt, _finest(reduce))
+
+
+def _finest(needs: Collection[str | None]) -> str | None:
+    """Return the kind of amaxes that serves all ``needs``, see ``FacePlan.reduce``; None if there are none."""
+    return next((need for need in ("blocks", "column", "tensor") if need in needs), None)
 
 
 def _one_exchange(row: FacePlan, column: FacePlan) -> tuple[FacePlan, FacePlan]:

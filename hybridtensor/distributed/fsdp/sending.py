@@ -9,19 +9,15 @@ import torch
 from torch import Tensor
 
 from hybridtensor.distributed.fsdp.payload import PayloadCast, WeightPayload
-from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan
+from hybridtensor.distributed.fsdp.plan import COLUMN, DIRECTIONS, ROW, Plan
 from hybridtensor.distributed.fsdp.scales import Part
+from hybridtensor.linear.operands import Weight
 from hybridtensor.state import LayerState, StateTensors
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 
 if TYPE_CHECKING:
     from hybridtensor.distributed.fsdp.bundle import Bundle
     from hybridtensor.distributed.fsdp.shard import Shard
-
-Weight: TypeAlias = MasterWeight | HybridTensor
-"""A rank's part of a converted weight, or the weight that FSDP2 gathered."""
-
-_DIRECTIONS = (ROW, COLUMN)
 
 
 class Sent(NamedTuple):
@@ -62,7 +58,7 @@ def fill(
     if "values" in names:
         target = share.tensors["values"][0]
         target.copy_(_values(tensor, share.sending.plan, dtype).reshape(target.shape))
-    rowwise, columnwise = (direction in names for direction in _DIRECTIONS)
+    rowwise, columnwise = (direction in names for direction in DIRECTIONS)
     if not rowwise and not columnwise:
         return None
     if isinstance(tensor, HybridTensor):
@@ -72,7 +68,7 @@ def fill(
     else:
         values = tensor.source
         part = part_of(values, gathered_state(tensor))
-        out = [target for name in _DIRECTIONS for target in share.tensors.get(name, [])]
+        out = [target for name in DIRECTIONS for target in share.tensors.get(name, [])]
         prepared = part.prepare_into(out, rowwise=rowwise, columnwise=columnwise)
         if prepared is not None:
             cast = PayloadCast(*prepared, out)
@@ -83,7 +79,7 @@ def fill(
             cast.run(values)
             return None
         made, first = part.faces(rowwise=rowwise, columnwise=columnwise)
-    for direction, face in zip(_DIRECTIONS, made, strict=True):
+    for direction, face in zip(DIRECTIONS, made, strict=True):
         if face is not None and not face.follows_rowwise and direction in names:
             share.fill(direction, face, first, tensor.shape[0])
     return None

@@ -17,12 +17,12 @@ from hybridtensor.distributed.fsdp.scales import Part
 from hybridtensor.distributed.fsdp.sending import (
     HookResult,
     Sent,
-    Weight,
     gathered_state,
     whole_values,
 )
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.distributed.fsdp.torch_compat import ShardedParam, alloc_storage, hooks_read
+from hybridtensor.linear.operands import Weight
 from hybridtensor.ops import Face
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context, LayerState, StateTensors
@@ -128,15 +128,14 @@ class Shard:
             seen = record, config, layer, self.sharded.version, part.version, scales
         if seen == self.seen and config is self.config:
             return False
-        if not self.has_recipe or (adopts and part.config is not self.config):
+        if adopts or not self.has_recipe:
             self.adopt(part.recipe)
         if self._dtype is not self.dtype:
             self._dtype = self.dtype
             self.gathers.clear()
-        common = getattr(layer, "common", None)
-        self._agree(part, common)
+        self._agree(part)
         self.replayed = record.replayed or getattr(layer, "replayed", False)
-        if common is not None and isinstance(part, MasterWeight):
+        if self.common is not None and isinstance(part, MasterWeight):
             # also writes of the other weights with this common scale
             seen = (*seen[:-1], part.state_version)
             if seen == self.seen:
@@ -169,7 +168,7 @@ class Shard:
             return None
         return self.faces.needed(*wanted)
 
-    def _agree(self, part: Weight, common: CommonScale | None) -> None:
+    def _agree(self, part: Weight) -> None:
         """Agree with the other ranks where this weight was written or has a new recipe."""
         if self.agreed is not self.config:
             # By value, before the collective: an equal recipe in another object is agreed on
@@ -178,7 +177,7 @@ class Shard:
                 check_recipes([shard for shard, _ in self.with_all()])
             self.agreed = self.config
         if self.is_measured(part):
-            siblings.reduce_written(self, part, common)
+            siblings.reduce_written(self, part)
 
     def with_all(self) -> list[tuple[Shard, InterceptingTensor]]:
         """Return all converted weights under the same root, with their present recipes, and the local shards."""
@@ -216,7 +215,7 @@ class Shard:
         tensor: Any = self.sharded.tensor
         if not self.sharded.before_backward or not self.has_recipe:
             self.adopt(tensor.recipe)
-        self._agree(tensor, common_scale.of_weight(tensor))
+        self._agree(tensor)
         if self.plan.whole or self.plan.row.kind != "bytes":
             return None
         if isinstance(tensor, HybridTensor):

@@ -13,8 +13,14 @@ if TYPE_CHECKING:
     from hybridtensor.subclasses.common_scale import CommonScale
 
 
-def reduce_written(shard: Shard, mine: MasterWeight, common: CommonScale | None) -> None:
-    """Reduce the amaxes of all weights under the root if ``shard``, or one with its common scale, was written."""
+def reduce_written(shard: Shard, mine: MasterWeight) -> None:
+    """Reduce the amaxes of all weights under the root if ``shard``, or one with its common scale, was written.
+
+    Args:
+        shard: The shard record of a weight whose cast needs amaxes of other ranks or weights.
+        mine: The local shard.
+    """
+    common = shard.common
     # FSDP2 may pad the shards of some ranks again, in new tensors: not all ranks see a write, so that all update
     # the scale.
     if common is None:  # then it is measured for its own sake
