@@ -224,6 +224,9 @@ def test_tensors_at_the_weight():
     turned = {name: v.t().contiguous() if v.dim() == 2 else v for name, v in values.items()}
     called = [torch.func.functional_call(m, v, batch()) for m, v in ((model, values), (twin, turned))]
     assert torch.equal(*called)
+    # the same values in the memory order of their transposes
+    values = {name: v.t().contiguous().t() if v.dim() == 2 else v for name, v in values.items()}
+    assert torch.equal(torch.func.functional_call(model, values, batch()), called[0])
     for m in (model, twin):
         ht.plain_(m)
         for layer in (m[0], m[2]):
@@ -231,6 +234,14 @@ def test_tensors_at_the_weight():
         ht.quantize_(m, "fp8_rowwise")
     assert_alike(step_of(model), step_of(twin))
     assert not ht.check(model, batch()).problems
+
+
+def test_a_product_of_the_other_layout_raises_with_another_tensor_at_the_weight():
+    """Also where both layouts would give an output of the same shape."""
+    layer = ht.quantize_(nn.Sequential(ByLinear(IN, IN)), "fp8_rowwise")
+    values = {"0.weight": torch.randn(IN, IN)}
+    with pytest.raises(ValueError, match=r"stored \[in, out\], which x @ weight multiplies, .* the other layout"):
+        torch.func.functional_call(layer, values, batch())
 
 
 class Doubled(nn.Module):

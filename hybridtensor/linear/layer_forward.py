@@ -44,6 +44,7 @@ from hybridtensor.ops.library import outside_graphs
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState
 from hybridtensor.state.training import watch_optimizers
+from hybridtensor.subclasses import MasterWeight
 from hybridtensor.subclasses.observing import observers
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 from hybridtensor.subclasses.owners import LayerRecipe, go_by, set_owner
@@ -301,21 +302,23 @@ class _RecipeMode(TorchFunctionMode):
         if func is F.linear:
             operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
             if operands["weight"] is self._weight:
-                return self._linear(**operands)
+                operands["weight"] = self._quantized_weight()
+                return linear(**operands)
             self._refuse_weight([operands["weight"]])
         elif func in _TRANSPOSED_PRODUCTS and self._is_transposed:
             bias, x, right, others = _TRANSPOSED_PRODUCTS[func](*args, **(kwargs or {}))
             if right is self._weight and not others:
-                return self._linear(x, right, bias)
+                return linear(x, self._quantized_weight().t(), bias)
             self._refuse_weight([*args, *(kwargs or {}).values()])
         elif func in _PRODUCTS:
             self._refuse_weight([*args, *(kwargs or {}).values()])
         return func(*args, **(kwargs or {}))
 
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        recipe = self._layer.__dict__[_RECIPE]
-        made = as_master_weight(weight, *recipe)
-        return linear(input, made.t() if self._is_transposed else made, bias)
+    def _quantized_weight(self) -> MasterWeight:
+        """Return the tensor at the weight with the layer's recipe."""
+        # Strides say which layout a product multiplies: they must be those of a weight as it is stored.
+        values = self._weight.contiguous() if self._is_transposed else self._weight
+        return as_master_weight(values, *self._layer.__dict__[_RECIPE])
 
     def _wanted(self) -> str:
         """Return the product that is quantized, for error messages."""
