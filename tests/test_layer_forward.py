@@ -194,12 +194,15 @@ def test_persistent_weights_are_parameters():
         ht.quantize_(layer, "fp8", persistent=True)
 
 
-def test_two_weights_are_multiplied_as_values():
+@pytest.mark.parametrize(
+    "multiply", [torch.matmul, lambda a, b: F.linear(a, b.t()), lambda a, b: F.linear(b.t(), a).t()]
+)
+def test_two_weights_are_multiplied_as_values(multiply):
     a, b = model("fp8")[0].weight, model("fp8", seed=1)[0].weight
-    product = a @ b
+    product = multiply(a, b)
     product.sum().backward()
-    assert torch.equal(product, a.dequantize() @ b.dequantize())
-    assert torch.equal(a.grad, torch.ones(64, 64) @ b.dequantize().t())
+    torch.testing.assert_close(product, a.dequantize() @ b.dequantize())
+    torch.testing.assert_close(a.grad, torch.ones(64, 64) @ b.dequantize().t())
 
 
 @pytest.mark.parametrize("multiply", [lambda x, w: x @ w.t(), lambda x, w: torch.mm(x, mat2=w.t())])

@@ -256,6 +256,8 @@ def test_every_way_to_write_the_product(spec, persistent):
     assert torch.equal(grads(lambda x: torch.addmm(b, x, w.t()))[0], with_bias)
     scaled = grads(lambda x: torch.addmm(b, x, w.t(), beta=2, alpha=0.5))[0]
     assert torch.equal(scaled, 2 * b + 0.5 * expected[0])
+    unread = torch.full_like(g, torch.nan)
+    assert torch.equal(grads(lambda x: torch.addmm(unread, x, w.t(), beta=0))[0], expected[0])
     batched = (x.view(2, 3, 32) @ w.t()).view(6, 48)
     assert torch.equal(batched, expected[0])
 
