@@ -175,7 +175,7 @@ class step_after:  # noqa: N801  (used as a function)
 def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRanks) -> None:
     """Update the delayed scales of layers with the same ranks, with one collective per group."""
     states = [state for state in states if state.encode_scale is not None]
-    # First: a lineage is valid for one version of the scales, which are written below.
+    # First: a lineage is valid for one version of the scales, which ``_update_on_device`` writes.
     lineages = next_lineages(states)
     fold_amaxes(states)
     groups = _groups(model, states, ranks)
@@ -183,30 +183,44 @@ def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRa
         _check_same_scales(model, states, group)
     for device in dict.fromkeys(required(state.encode_scale).device for state in states):
         of_device = [state for state in states if required(state.encode_scale).device == device]
-        records = records_of(of_device)
-        each, of_siblings, whole = [record.amax for record in records], None, None
-        # Without other ranks the amaxes are used where they are, unless gathers have some, too.
-        if groups or any(record.is_gathered for record in records):
-            of_siblings = None if is_captured() or not groups else leaders(of_device, lineages)
-            whole, of_siblings = _over_ranks(model, of_device, groups, of_siblings)
-            each = list(whole.split([len(amax) for amax in each]))
-        share_amaxes(of_device, each)
-        # A state without a model follows the rule of delayed scaling, in which an Inf enters the history
-        if not isinstance(model, LayerState):
-            require_finite(model, of_device, torch.cat(each) if whole is None else whole)
-        update_scales(of_device, whole)
-        forget_gathers(records)
-        for state in of_device:
-            state.set_lineage(lineages[state])
-        if of_siblings is not None:
-            separate_siblings(training_of(model).siblings, of_device, of_siblings)
+        _update_on_device(model, of_device, groups, lineages)
+
+
+def _update_on_device(
+    model: nn.Module,
+    states: list[LayerState],
+    groups: list[Group],
+    lineages: dict[LayerState, object | None],
+) -> None:
+    """Update the delayed scales of layers on one device, and give them the lineages of the new scales."""
+    records = records_of(states)
+    by_layer = [record.amax for record in records]
+    reduced: Tensor | None = None
+    reduced_leaders: Tensor | None = None
+    # Without other ranks the amaxes are used where they are, unless gathers have some, too.
+    if groups or any(record.is_gathered for record in records):
+        own_leaders = leaders(states, lineages) if groups and not is_captured() else None
+        reduced, reduced_leaders = _over_ranks(model, states, groups, own_leaders)
+        by_layer = list(reduced.split([len(amax) for amax in by_layer]))
+    share_amaxes(states, by_layer)  # in place, so that ``reduced`` has them, too
+    # A state without a model follows the rule of delayed scaling, in which an Inf enters the history
+    if not isinstance(model, LayerState):
+        require_finite(model, states, torch.cat(by_layer) if reduced is None else reduced)
+    update_scales(states, reduced)
+    forget_gathers(records)
+    # After the update: a lineage is that of one version of the scales.
+    for state in states:
+        state.set_lineage(lineages[state])
+    if reduced_leaders is not None:
+        separate_siblings(training_of(model).siblings, states, reduced_leaders)
 
 
 def _over_ranks(
     model: nn.Module, states: list[LayerState], groups: list[Group], others: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the amaxes of layers on one device over all ranks, fp32 ``[N * S]``, and the largest of other numbers."""
-    # One collective for all layers.
+    """Return the amaxes of layers on one device over all ranks, fp32 ``[N * S]``, and the maximum of ``others`` over
+    the ranks."""
+    # One collective for all layers, and for the other numbers.
     parts = [torch.cat([required(state.amax) for state in states]), *gathered_amaxes(states)]
     sent = torch.cat(parts if others is None else [*parts, others])
     for group in groups:
@@ -218,9 +232,7 @@ def _over_ranks(
     return amaxes, None if others is None else sent[3 * count :]
 
 
-def _groups(
-    model: nn.Module, states: list[LayerState], ranks: TrainingRanks
-) -> list[dist.ProcessGroup | None]:
+def _groups(model: nn.Module, states: list[LayerState], ranks: TrainingRanks) -> list[Group]:
     """Return the groups that scales are reduced over; none for pipeline stages; RuntimeError if stages are
     ambiguous."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -237,9 +249,7 @@ def _groups(
     return []
 
 
-def _check_same_scales(
-    model: nn.Module, states: list[LayerState], group: dist.ProcessGroup | None
-) -> None:
+def _check_same_scales(model: nn.Module, states: list[LayerState], group: Group) -> None:
     """Raise on every rank unless all have the same scales, compared once per model, group and layout."""
     checked = training_of(model).scales
     # names of layers, and the identity of their rules
