@@ -245,6 +245,6 @@ def test_signs_that_are_drawn_again_before_backward_raise(recipe, persistent, ne
     ht.step_(model)
     drawn = r"grad_weight: the random signs of layer up were drawn again .*call step_ after"
     if needs_grad and not persistent:  # found first
-        drawn = r"grad_input: the scales of a weight changed between its forward and backward: that of up"
+        drawn = r"grad_input: the scales of the weight of layer up changed between its forward and backward"
     with pytest.raises(RuntimeError, match=drawn):
         other.backward(g)

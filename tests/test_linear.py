@@ -507,7 +507,9 @@ def test_scales_that_change_before_backward_are_told(spec):
     module.weight.requires_grad_(False)
     y = module(random_tensor(32, 32).requires_grad_())
     ht.step_(module)
-    with pytest.raises(RuntimeError, match="the scales of a weight changed between its forward and backward"):
+    with pytest.raises(
+        RuntimeError, match="the scales of the weight of a layer changed between its forward and backward"
+    ):
         y.sum().backward()
 
 
@@ -579,7 +581,7 @@ def test_a_weight_that_is_written_before_backward_is_told(spec):
     y = converted(random_tensor(6, 32).requires_grad_())
     written(converted)
     with pytest.raises(
-        RuntimeError, match="grad_input: a weight was written or replaced between its forward and backward"
+        RuntimeError, match="grad_input: the weight of a layer was written or replaced between its forward and backward"
     ):
         y.backward(random_tensor(6, 48))
 

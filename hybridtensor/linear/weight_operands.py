@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybridtensor.linear.operands import Needs, Operand, Weight, required_columnwise
+from hybridtensor.linear.operands import Needs, Operand, Weight, layer_of, required_columnwise
 from hybridtensor.linear.weight_buckets import bucket_of
 from hybridtensor.ops import Face
 from hybridtensor.ops.amaxes import AmaxRecord
@@ -114,23 +114,20 @@ class MasterOperand(Operand):
     def _unchanged(self, weight: MasterWeight, same_recipe: bool) -> Seen:
         """Return the weight's state now; raise RuntimeError if it, or a scale of the same recipe, was written since
         forward."""
-        # Counted writes only: that an alias may have written is no reason to raise.
         replaced = not isinstance(weight, MasterWeight) or weight.record is not self._record
         seen = self._seen if replaced else weight.seen(self._dtype)
-        same_scales = seen.scales == self._seen.scales or not same_recipe
-        if not replaced and seen.writes == self._seen.writes and same_scales:
-            return seen
-        of = "" if self._context.state is None else self._context.state.name
-        name = f"that of {of}" if of else "one"
+        # Counted writes only: that an alias may have written is no reason to raise.
         if replaced or seen.writes != self._seen.writes:
             raise RuntimeError(
-                f"grad_input: a weight was written or replaced between its forward and backward: {name}; do "
-                "that after backward, or leave the layer out of quantize_ (keep_bf16)"
+                f"grad_input: the weight of {layer_of(self._context.state)} was written or replaced between its "
+                "forward and backward; do that after backward, or leave the layer out of quantize_ (keep_bf16)"
             )
-        raise RuntimeError(
-            f"grad_input: the scales of a weight changed between its forward and backward: {name}; call "
-            "step_, and write weights that have a common_scale with it, after backward"
-        )
+        if same_recipe and seen.scales != self._seen.scales:
+            raise RuntimeError(
+                f"grad_input: the scales of the weight of {layer_of(self._context.state)} changed between its "
+                "forward and backward; call step_, and write weights that have a common_scale with it, after backward"
+            )
+        return seen
 
     def release(self, *, used: bool) -> None:
         if used:

@@ -99,9 +99,14 @@ class FaceCache:
     def __init__(self) -> None:
         self._stamp: Stamp | None = None
         self._views: dict[Place, CachedFaces] = {}
+        # A step is what lies between two writes. Forwards and backwards of training in this step, and forwards in the
+        # last one that had any
         self._forwards = self._backwards = self._last_forwards = 0
-        self._evaluations = self._evaluated = self._last_evaluated = 0
-        # Forwards of a step that evaluates, if it is like those before
+        # Evaluations in this step, and in the last one that had forwards of training
+        self._evaluated = self._last_evaluated = 0
+        # Evaluations since the last forward of training
+        self._evaluations = 0
+        # Forwards and evaluations of a step, if the last two that had forwards had equally many and evaluated; else 0
         self._expected = 0
         self._stream: int | None = None  # of the launch that quantized several weights
         self.awaits_column = False
