@@ -157,7 +157,7 @@ def input_operand(
         left = ht.linear.input_operand(x, x, weight, weight.config, needs, context)
     """
     if isinstance(input, QUANTIZED):
-        return quantized_operand(input, needs, input.dtype, config, context)
+        return _quantized_operand(input, needs, config, context)
     dtype = input.dtype
     # What another operation saves anyway costs no memory. Faces of all inputs are 1.2 GiB in six compiled blocks of
     # 8192 tokens.
@@ -273,16 +273,15 @@ _KEEP_INPUTS = _nodes(
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-def quantized_operand(
-    input: Tensor, needs: Needs, dtype: torch.dtype, config: HybridConfig, context: Context
+def _quantized_operand(
+    input: Tensor, needs: Needs, config: HybridConfig, context: Context
 ) -> Operand:
     """Return the operand of an already quantized tensor; raise ValueError if a needed face is absent."""
-    row = rowwise_face(
-        as_matrix(take_face(input, "rowwise", name="input", gemm="output")), dtype, "output"
-    )
+    dtype, face = input.dtype, take_face(input, "rowwise", name="input", gemm="output")
+    row = rowwise_face(as_matrix(face), dtype, "output")
     amax_record = input.record.amaxes if isinstance(input, HybridTensor) else None
     if context.groups is not None:
-        return _of_tokens(input, row._replace(groups=context.groups), needs, dtype, config, context)
+        return _of_tokens(input, row._replace(groups=context.groups), needs, config, context)
     if not needs.weight:
         return Operand(row, None, amax_record)
     column = take_face(input, "columnwise", name="input", gemm="grad_weight")
@@ -292,12 +291,7 @@ def quantized_operand(
 
 
 def _of_tokens(
-    input: Tensor,
-    row: Face,
-    needs: Needs,
-    dtype: torch.dtype,
-    config: HybridConfig,
-    context: Context,
+    input: Tensor, row: Face, needs: Needs, config: HybridConfig, context: Context
 ) -> Operand:
     """Return the operand of grouped tokens quantized by row; raise ValueError unless the columnwise face is
     requantized from it."""
@@ -314,4 +308,4 @@ def _of_tokens(
             f"grad_weight: {input!r} cannot give the columnwise face of tokens of experts that {config} "
             "needs; give the layer the tokens themselves"
         )
-    return Operand(row, quantizer.of_rowwise(row, dtype, context))
+    return Operand(row, quantizer.of_rowwise(row, input.dtype, context))

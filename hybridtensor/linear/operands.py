@@ -107,7 +107,9 @@ class Operand:
         return Face.of(saved, self._kind)
 
 
-def faces_of(tensor: HybridTensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> Faces:
+def gradient_faces(
+    tensor: HybridTensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype
+) -> Faces:
     """Return the requested faces of a quantized gradient as matrices; raise ValueError if one is absent."""
     row = column = None
     if rowwise:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor import ops
-from hybridtensor.linear.operands import Needs, Operand, faces_of, layer_of
+from hybridtensor.linear.operands import Needs, Operand, gradient_faces, layer_of
 from hybridtensor.ops import Face, after
 from hybridtensor.ops.amaxes import ReturnedAmaxes, commit
 from hybridtensor.quantizers import tokens
@@ -179,7 +179,9 @@ class Backward(NamedTuple):
             # Gathered while the gradient is cast and multiplied
             self.input.begin(saved[:count], grad)
         if isinstance(grad, HybridTensor):
-            row, column = faces_of(grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype)
+            row, column = gradient_faces(
+                grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype
+            )
         else:
             values = may_hold_values(dtype, self.context.groups)
             context = self.context.of_gradient(done, values, direct)

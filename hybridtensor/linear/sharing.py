@@ -189,19 +189,19 @@ def reading(
 ) -> Reading:
     """Return the ``Reading`` that a layer shares with others of the same input, or a new one; ``how`` is compared by
     ``==``."""
-    groups = context.groups
+    if context.groups is not None:
+        how = (*how, *_mark(context.groups))
     if not context.direct and is_traced():
-        return _of_graph(input, how if groups is None else (*how, *_mark(groups)))
+        return _of_graph(input, how)
     scope, layer = _thread.scope, record.layer
     # Outside of what autograd records, an input may be written where nothing counts.
     if scope is None or not _enabled or input.grad_fn is None:
         return Reading()
     if is_captured() if context.direct else is_recorded():
         return Reading()
-    of_module = isinstance(layer, LayerState) and layer.parent in scope.parents
-    if not of_module:
+    if not isinstance(layer, LayerState) or layer.parent not in scope.parents:
         return Reading()
-    return scope.read(input, record, how if groups is None else (*how, *_mark(groups)))
+    return scope.read(input, record, how)
 
 
 def _mark(groups: Groups) -> tuple[object, ...]:
