@@ -14,15 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor import ops
+from hybridtensor.distributed.fsdp import common_scale
 from hybridtensor.distributed.fsdp.plan import Plan
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.formats import FP8_E4M3_ROW, FP8_E4M3_TENSOR
 from hybridtensor.ops import Cast, CastRequest
 from hybridtensor.ops.references.blocks import block_amax
 from hybridtensor.ranks import require_alike
+from hybridtensor.subclasses import MasterWeight
 
 if TYPE_CHECKING:
     from hybridtensor.distributed.fsdp.shard import Shard
+    from hybridtensor.subclasses.common_scale import CommonScale
 
 Measure = Callable[[Tensor, Tensor], object]
 """Writes the amaxes of the first tensor into the second one, which holds zeros."""
@@ -55,6 +58,54 @@ def reduce_amaxes(pairs: Sequence[tuple[Shard, Tensor]]) -> None:
         with torch.inference_mode(False):
             first.exchange = Exchange(shards)
     first.exchange.reduce([values for _, values in pairs])
+
+
+def reduce_written(shard: Shard, mine: MasterWeight) -> None:
+    """Reduce the amaxes of all weights under the root if ``shard``, or one with its common scale, was written.
+
+    Args:
+        shard: The shard record of a weight whose cast needs amaxes of other ranks or weights.
+        mine: The local shard.
+    """
+    common = shard.common
+    alike = [(shard, mine)] if common is None else _with_scale(common, shard)
+    # FSDP2 may pad the shards of some ranks again, in new tensors: not all ranks see a write, so that all
+    # update the scale.
+    is_padded = bool(shard.sharded.size[0] % shard.sharded.num_ranks)
+    uneven = common is not None and shard.plan.reduce is None and is_padded
+    if not uneven and all(one.reduced == one.written(part) for one, part in alike):
+        return
+    group = shard.sharded.process_group
+    found = [
+        (one, part)
+        for one, part in shard.with_all()
+        if one.is_measured(part)
+        and one.sharded.process_group is group
+        and not (uneven and one.common is not common)
+    ]
+    written = [common_scale.Written(one, part, part.source) for one, part in found]
+    reducing = [
+        (one, made.values)
+        for (one, _), made in zip(found, written, strict=True)
+        if one.plan.reduce is not None
+    ]
+    if reducing:
+        reduce_amaxes(reducing)
+    common_scale.update_scales(written)
+    for one, part in found:
+        one.reduced = one.written(part)
+
+
+def _with_scale(common: CommonScale, shard: Shard) -> list[tuple[Shard, MasterWeight]]:
+    """Return the weights with a common scale, of which ``shard`` is one, and their local shards."""
+    known = []
+    for part in common.parts:
+        one = None if part.record.shard is None else part.record.shard()
+        if one is None or one.sharded.tensor is not part:  # not gathered yet
+            every = shard.with_all()
+            return [(s, own) for s, own in every if s.common is common and s.is_measured(own)]
+        known.append((one, part))
+    return known
 
 
 class Exchange:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
-from hybridtensor.distributed.fsdp import common_scale, siblings
-from hybridtensor.distributed.fsdp.agreement import Exchange, check_recipes
+from hybridtensor.distributed.fsdp import common_scale
+from hybridtensor.distributed.fsdp.agreement import Exchange, check_recipes, reduce_written
 from hybridtensor.distributed.fsdp.gathered_faces import GatheredFaces, uncounted_writes
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan, check_persistent
 from hybridtensor.distributed.fsdp.planning import go_by_its_layer, plan_of
@@ -177,7 +177,7 @@ class Shard:
                 check_recipes([shard for shard, _ in self.with_all()])
             self.agreed = self.config
         if self.is_measured(part):
-            siblings.reduce_written(self, part)
+            reduce_written(self, part)
 
     def with_all(self) -> list[tuple[Shard, InterceptingTensor]]:
         """Return all converted weights under the same root, with their present recipes, and the local shards."""
