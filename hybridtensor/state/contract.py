@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hybridtensor.dtensor import local
 from hybridtensor.ops.library import is_captured
+from hybridtensor.printed import some
 from hybridtensor.ranks import PATIENCE, TIMEOUT, patience, require_alike
 from hybridtensor.state.layer import LayerState
 from hybridtensor.state.ranks import ALL_RANKS, TrainingRanks
@@ -98,9 +99,9 @@ def reduced(training: Training, amaxes: Tensor, group: Group) -> Tensor:
         _wait(work, training.steps, size)
     largest, step_counts = sent[: len(amaxes)], sent[len(amaxes) :].view(2, size)
     if sent.is_cuda:
-        _compare_later(training, step_counts)
+        _compare_later(training, step_counts, group)
     else:
-        _require_same_steps(step_counts)
+        _require_same_steps(step_counts, group)
     return largest
 
 
@@ -116,21 +117,23 @@ def _wait(work: dist.Work, steps: int, size: int) -> None:
         ) from error
 
 
-def _compare_later(training: Training, step_counts: Tensor) -> None:
+def _compare_later(training: Training, step_counts: Tensor, group: Group) -> None:
     """Schedule the comparison for a later step, so that the host does not synchronize."""
     before = training.step_counts
     if before is not None and before[1]():
-        _require_same_steps(before[0])
-    training.step_counts = on_host(step_counts)
+        _require_same_steps(before[0], before[2])
+    training.step_counts = (*on_host(step_counts), group)
 
 
-def _require_same_steps(step_counts: Tensor) -> None:
-    """Raise RuntimeError unless all ranks took equally many steps."""
+def _require_same_steps(step_counts: Tensor, group: Group) -> None:
+    """Raise RuntimeError unless all ranks of a group took equally many steps; it names one rank for each number."""
     for numbers, what in zip(step_counts.tolist(), ("step_", "step of the optimizer"), strict=True):
-        if len(set(numbers)) > 1:
-            counts = ", ".join(
-                f"rank {rank} is at {what} {int(n) + 1}" for rank, n in enumerate(numbers[:8])
-            )
+        first: dict[float, int] = {}
+        for index, number in enumerate(numbers):
+            first.setdefault(number, index)
+        if len(first) > 1:
+            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+            counts = [f"rank {ranks[i]} is at {what} {int(n) + 1}" for n, i in first.items()]
             raise RuntimeError(
-                f"step_: {counts}; all ranks call optimizer.step() and step_ equally often"
+                f"step_: {some(counts, between=', ')}; all ranks call optimizer.step() and step_ equally often"
             )

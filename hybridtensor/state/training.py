@@ -44,7 +44,7 @@ class Training:
         self.callbacks = list(callbacks_of_every_model)
         self.is_compared = False
         self.scales: dict[Group, list[tuple[str, int]]] = {}
-        self.step_counts: tuple[Tensor, Callable[[], bool]] | None = None
+        self.step_counts: tuple[Tensor, Callable[[], bool], Group] | None = None
         self.finite: Pending = []
         self.siblings: Pending = []
         self.lost = LostStates()

@@ -22,6 +22,7 @@ import hybridtensor as ht
 from hybridtensor import ranks
 from hybridtensor.distributed import checkpoint
 from hybridtensor.ranks import PATIENCE
+from hybridtensor.state import contract
 
 SECONDS = 15.0
 SHORT = datetime.timedelta(seconds=2)
@@ -49,6 +50,16 @@ class RaisesSoon:
     def __exit__(self, *error):
         assert time.monotonic() - self.start < SECONDS
         return self.raises.__exit__(*error)
+
+
+def test_steps_that_differ_are_told_by_rank(monkeypatch):
+    """Of a group of some ranks by their numbers among all, and of many ranks those that differ."""
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(20, 40)))
+    counts = torch.tensor([[3.0] * 20, [4.0] * 18 + [3.0, 4.0]])
+    with pytest.raises(
+        RuntimeError, match="step_: rank 20 is at step of the optimizer 5, rank 38 is at step of the optimizer 4;"
+    ):
+        contract._require_same_steps(counts, object())
 
 
 def frozen_on_one(rank):
