@@ -643,6 +643,32 @@ class TestStepAfter:
             counts.append(int(net[0].quantization_state.rounding[1]))
         assert counts == [1, 1, 2]
 
+    @pytest.mark.parametrize("skipping", [[0], [1], [0, 1]], ids=str)
+    def test_a_step_that_some_of_several_optimizers_skip_does_not_count(self, skipping):
+        """And the state advances after the last of them in later steps."""
+        net = model("nvfp4")
+        optimizers = [torch.optim.SGD(net[i].parameters(), lr=0.1, fused=True) for i in (0, 2)]
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        ht.step_after(optimizers, net)
+        counter, counts = net[0].quantization_state.rounding[1], []
+        for step in range(3):
+            scaler.scale(net(random_tensor(64, 32)).sum()).backward()
+            for index in skipping if step == 1 else []:
+                net[2 * index].weight.grad.fill_(torch.inf)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                counts.append(int(counter))
+                optimizer.zero_grad()
+            scaler.update()
+        assert counts == [0, 1, 1, 1, 1, 2]
+
+    def test_an_optimizer_that_is_given_twice_is_one(self):
+        net = model("nvfp4")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        ht.step_after([optimizer, optimizer], net)
+        optimizer.step()
+        assert net[0].quantization_state.rounding[1] == 1
+
     @pytest.mark.parametrize("called", ["by a fused optimizer", "by hand"])
     def test_amaxes_of_a_step_that_is_skipped_are_forgotten(self, called):
         """Oracle: the same steps without it."""

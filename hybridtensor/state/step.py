@@ -110,8 +110,9 @@ class step_after:  # noqa: N801  (used as a function)
 
     With several optimizers the state advances when all of them have stepped, or, if one was skipped, before another
     one steps for the second time. A step that ``torch.amp.GradScaler`` skips does not count. For a skipped step the
-    scaler still calls an optimizer with ``fused=True``, and the amaxes of the step are dropped. It calls no other
-    optimizer: call ``step_`` with ``skipped=True`` yourself, or the next step raises because an amax is not finite::
+    scaler still calls an optimizer with ``fused=True``: the amaxes of the step are dropped, also if other optimizers
+    take it. It calls no other optimizer: call ``step_`` with ``skipped=True`` yourself, or the next step raises because
+    an amax is not finite::
 
         scaler.step(optimizer)
         before = scaler.get_scale()
@@ -136,8 +137,11 @@ class step_after:  # noqa: N801  (used as a function)
             raise wrong("step_after", "an optimizer, or a list of them,", optimizers)
         if not self._optimizers:
             raise ValueError("step_after: no optimizer was given; pass those that train the model")
+        self._optimizers = list(dict.fromkeys(self._optimizers))
         self._model = model
-        self._stepped: set[int] = set()
+        # The optimizers that were called in this step, by id, and whether one of them skipped it
+        self._called: set[int] = set()
+        self._is_skipped = False
         self._handles = [
             handle
             for optimizer in self._optimizers
@@ -153,23 +157,26 @@ class step_after:  # noqa: N801  (used as a function)
 
     @torch.compiler.disable(reason="the state of quantizers advances between compiled graphs")  # type: ignore[untyped-decorator]
     def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if id(optimizer) in self._stepped:
-            self._advance()
+        if id(optimizer) in self._called:  # another one was left out of the step before
+            self._end_step()
 
     @torch.compiler.disable(reason="the state of quantizers advances between compiled graphs")  # type: ignore[untyped-decorator]
     def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         # The scaler calls fused optimizers also for skipped steps; they skip on the device.
         found_inf = getattr(optimizer, "found_inf", None)
         if isinstance(found_inf, torch.Tensor) and found_inf.item():
+            # Now: if the others are left out of this step, it ends after the next backward has measured amaxes.
             step_(self._model, skipped=True)
-            return
-        self._stepped.add(id(optimizer))
-        if len(self._stepped) == len(self._optimizers):
-            self._advance()
+            self._is_skipped = True
+        self._called.add(id(optimizer))
+        if len(self._called) == len(self._optimizers):
+            self._end_step()
 
-    def _advance(self) -> None:
-        self._stepped.clear()
-        step_(self._model)
+    def _end_step(self) -> None:
+        is_skipped, self._is_skipped = self._is_skipped, False
+        self._called.clear()
+        if not is_skipped:
+            step_(self._model)
 
 
 def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRanks) -> None:
