@@ -59,6 +59,15 @@ IN_PLACE = {
         ),
         lambda: values(0) + values(1),
     ),
+    "functional all_reduce_coalesced_": (
+        lambda w, rank: [
+            torch.ops._c10d_functional.wait_tensor(part)
+            for part in torch.ops._c10d_functional.all_reduce_coalesced_(
+                [w[:32], w[32:]], "sum", dist.group.WORLD.group_name
+            )
+        ],
+        lambda: values(0) + values(1),
+    ),
 }  # fmt: skip
 
 

@@ -115,11 +115,13 @@ def _set_data(func: Func, args: Args, kwargs: Kwargs) -> None:
 @table.register(*WRITES, *FUNCTIONAL_WRITES)
 def _write(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run in place and record the write on every master weight that the schema mutates."""
-    _run(func, args, kwargs)
+    out = _run(func, args, kwargs)
     written = list(written_by(func, args, kwargs))
     mark_all_written([weight for weight in written if isinstance(weight, MasterWeight)])
-    # The wrapper that was passed, where ``func`` returned its plain tensor.
-    return written[0] if func._schema.returns else None
+    # The wrappers that were passed, where ``func`` returned their plain tensors.
+    if not func._schema.returns:
+        return None
+    return written if isinstance(out, list) else written[0]
 
 
 @table.register_others
