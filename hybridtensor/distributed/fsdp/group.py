@@ -54,15 +54,13 @@ class Gather:
         # hook, and those of the last gather may be another face's.
         for sharded, needed in self._needed:
             sharded.free_on_reshard(needed)
-        results: Sequence[HookResult | None] = [None] * len(parts)
+        results: list[HookResult | None] = [None] * len(parts)
         recorded = is_recorded()
         for bundle, indices in self._bundles:
-            if len(indices) == len(parts):
-                return bundle.prepare(parts, generation, recorded) or results
-            own = bundle.prepare([parts[index] for index in indices], generation, recorded)
-            if own is not None:
-                known = dict(zip(indices, own, strict=True))
-                results = [known.get(index, result) for index, result in enumerate(results)]
+            prepared = bundle.prepare([parts[index] for index in indices], generation, recorded)
+            if prepared is not None:
+                for index, result in zip(indices, prepared, strict=True):
+                    results[index] = result
         return results
 
     def send(self, index: int, tensor: Weight) -> HookResult:
@@ -93,13 +91,15 @@ class WeightGroup:
     def send(self, shard: Shard, tensor: Weight) -> HookResult:
         """Return the ``fsdp_pre_all_gather`` result of a weight; ``tensor`` is the local shard, or a copy on another
         device."""
-        gather, result = self._gather, None
-        if gather is None or shard.prepared is None:
-            gather = self._gather = self._begin()
+        if self._gather is None or shard.prepared is None:
+            self._gather = self._begin()
+        result = None
         if shard.prepared is not None:
-            result, shard.prepared = shard.prepared[1], None
-        self.shards[0].prepared = None  # its next hook begins anew
-        return result or gather.send(self.shards.index(shard), tensor)
+            _, result = shard.prepared
+            shard.prepared = None
+        # The next gather begins with the hook of the first weight, also if this one is broken off.
+        self.shards[0].prepared = None
+        return result or self._gather.send(self.shards.index(shard), tensor)
 
     def _begin(self) -> Gather:
         """Exchange amaxes with the other ranks, and prepare the payload."""
