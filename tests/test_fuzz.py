@@ -31,10 +31,12 @@ def test_programs(first):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("stream", ["default", "side"])
+@pytest.mark.parametrize("where", ["default stream", "side stream", "not the current GPU"])
 @pytest.mark.parametrize("first", SEEDS[::PER_TEST])
-def test_programs_on_a_gpu(first, stream):
-    side = torch.cuda.stream(torch.cuda.Stream()) if stream == "side" else contextlib.nullcontext()
-    with side:
-        check(range(first, first + PER_TEST), "cuda")
-    torch.cuda.synchronize()
+def test_programs_on_a_gpu(first, where):
+    device = "cuda:1" if where == "not the current GPU" else "cuda"
+    if device == "cuda:1" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs in one process")
+    with torch.cuda.stream(torch.cuda.Stream()) if where == "side stream" else contextlib.nullcontext():
+        check(range(first, first + PER_TEST), device)
+    torch.cuda.synchronize(device)
