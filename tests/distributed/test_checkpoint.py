@@ -276,6 +276,17 @@ def test_a_weight_without_a_recipe_is_not_saved(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_groups_without_parameters_keep_their_own_values(tmp_path):
+    model, _ = make("fp8")
+    groups = [{"params": [], "lr": 0.1}, {"params": list(model.parameters())}, {"params": [], "lr": 0.3}]
+    optimizer = torch.optim.AdamW(groups, lr=0.2)
+    checkpoint.save(tmp_path, 1, {"model": model, "optimizer": optimizer})
+    for group in optimizer.param_groups:
+        group["lr"] = 1.0
+    checkpoint.load(tmp_path, {"model": model, "optimizer": optimizer})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2, 0.3]
+
+
 class TestMisfits:
     def check(self, path, state, message, **options):
         with pytest.raises(ValueError, match=message):

@@ -106,14 +106,16 @@ class NamedOptimizer:
     def restore(self, loaded: StateDict) -> None:
         """Load the state read into ``target``; masters were loaded in place."""
         values = loaded["values"]
-        # By their members: groups may have been built in another order.
-        saved = {frozenset(group["params"]): group for group in values["groups"]}
+        # By their members: groups may have been built in another order. Several may have none.
+        saved: dict[frozenset[str], list[StateDict]] = {}
+        for group in values["groups"]:
+            saved.setdefault(frozenset(group["params"]), []).append(group)
         numbers = {
             name: i for i, name in enumerate(name for group in self.groups for name in group)
         }
         groups = [
-            {**saved[frozenset(group)], "params": [numbers[name] for name in group]}
-            for group in self.groups
+            {**saved[frozenset(names)].pop(0), "params": [numbers[name] for name in names]}
+            for names in self.groups
         ]
         state: dict[int, dict[str, object]] = {}
         for found in (loaded["state"], values["state"]):
