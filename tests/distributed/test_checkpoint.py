@@ -287,6 +287,19 @@ def test_groups_without_parameters_keep_their_own_values(tmp_path):
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2, 0.3]
 
 
+def test_names_that_an_optimizer_has_stay_those_of_its_parameters(tmp_path):
+    """Also if the groups, and the parameters in them, have another order."""
+    model, _ = make("fp8")
+    named = list(model.named_parameters())
+    checkpoint.save(tmp_path, 1, {"model": model, "optimizer": torch.optim.AdamW([{"params": named}])})
+    optimizer = torch.optim.AdamW([{"params": named[::-1]}])
+    checkpoint.load(tmp_path, {"model": model, "optimizer": optimizer})
+    (group,) = optimizer.param_groups
+    assert list(zip(group["param_names"], map(id, group["params"]), strict=True)) == [
+        (n, id(p)) for n, p in named[::-1]
+    ]
+
+
 class TestMisfits:
     def check(self, path, state, message, **options):
         with pytest.raises(ValueError, match=message):

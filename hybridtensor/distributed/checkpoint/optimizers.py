@@ -109,7 +109,9 @@ class NamedOptimizer:
         # By their members: groups may have been built in another order. Several may have none.
         saved: dict[frozenset[str], list[StateDict]] = {}
         for group in values["groups"]:
-            saved.setdefault(frozenset(group["params"]), []).append(group)
+            # Without it torch keeps the names of the parameters here, whose order may be another one.
+            own = {name: value for name, value in group.items() if name != "param_names"}
+            saved.setdefault(frozenset(group["params"]), []).append(own)
         numbers = {
             name: i for i, name in enumerate(name for group in self.groups for name in group)
         }
