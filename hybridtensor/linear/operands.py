@@ -107,16 +107,15 @@ class Operand:
         return Face.of(saved, self._kind)
 
 
-def gradient_faces(
-    tensor: HybridTensor, *, rowwise: bool, columnwise: bool, dtype: torch.dtype
-) -> Faces:
-    """Return the requested faces of a quantized gradient as matrices; raise ValueError if one is absent."""
+def gradient_faces(grad: HybridTensor, needs: Needs, dtype: torch.dtype) -> Faces:
+    """Return the faces of a quantized gradient that the products of backward need, as matrices; raise ValueError if
+    one is absent."""
     row = column = None
-    if rowwise:
-        face = tensor.require_face("rowwise", name="grad_output", gemm="grad_input")
+    if needs.input:
+        face = grad.require_face("rowwise", name="grad_output", gemm="grad_input")
         row = rowwise_face(as_matrix(face), dtype, "grad_input")
-    if columnwise:
-        face = tensor.require_face("columnwise", name="grad_output", gemm="grad_weight")
+    if needs.weight:
+        face = grad.require_face("columnwise", name="grad_output", gemm="grad_weight")
         column = columnwise_face(as_matrix(face), dtype, "grad_weight")
     return row, column
 

@@ -179,9 +179,7 @@ class Backward(NamedTuple):
             # Gathered while the gradient is cast and multiplied
             self.input.begin(saved[:count], grad)
         if isinstance(grad, HybridTensor):
-            row, column = gradient_faces(
-                grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype
-            )
+            row, column = gradient_faces(grad, needs, dtype)
         else:
             values = may_hold_values(dtype, self.context.groups)
             context = self.context.of_gradient(done, values, direct)
