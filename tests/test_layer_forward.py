@@ -205,6 +205,15 @@ def test_two_weights_are_multiplied_as_values(multiply):
     torch.testing.assert_close(a.grad, torch.ones(64, 64) @ b.dequantize().t())
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+def test_a_weight_as_the_input_of_linear_is_multiplied_as_left_of_a_matrix(recipe):
+    weight, other, bias = model(recipe)[0].weight, torch.randn(32, 64), torch.randn(32)
+    product = F.linear(weight, other, bias)
+    assert torch.equal(product, weight @ other.t() + bias)
+    plain = weight.dequantize() @ other.t() + bias
+    assert (recipe == "bf16") == torch.allclose(product, plain, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("multiply", [lambda x, w: x @ w.t(), lambda x, w: torch.mm(x, mat2=w.t())])
 def test_a_product_that_would_stay_plain_is_refused(multiply):
     class Own(nn.Linear):

@@ -164,16 +164,17 @@ def _require_only_operands(who: str, others: Kwargs) -> None:
 @intercept_products(F.linear)
 def _f_linear(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-    if getattr(operands["weight"], "config", None) is None:
+    input, weight, bias = operands["input"], operands["weight"], operands.get("bias")
+    if is_weight(input):
+        out = torch.matmul(input, weight.t())
+        return out if bias is None else out + bias
+    if getattr(weight, "config", None) is None:
         return default(func, args, kwargs)
-    if is_weight(operands["input"]):
-        operands["input"], operands["weight"] = _values_of(operands["input"], operands["weight"])
-        return F.linear(**operands)
     # Every attribute of a weight would pass through here again
     with torch._C.DisableTorchFunctionSubclass():
-        if isinstance(operands["input"], HybridTensor):
-            require_own_tokens(operands["input"])
-        return linear(**operands)
+        if isinstance(input, HybridTensor):
+            require_own_tokens(input)
+        return linear(input, weight, bias)
 
 
 class _Rows(Function):
@@ -230,7 +231,9 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         return default(func, args, kwargs)
     _require_only_operands("matmul", others)
     if is_weight(left) and is_weight(right):
-        return torch.matmul(*_values_of(left, right))
+        for weight in (left, right):
+            observe_read(weight, "a product of two weights")
+        return torch.matmul(values_of(left), values_of(right))
     if is_weight(right):
         return _times(left, right if right.dim() == 1 else right.transpose(-2, -1))
     require_kind("matmul", "a tensor right of a weight", right, Tensor)
@@ -239,13 +242,6 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     found = _times(right.transpose(-2, -1), left)
     # Contiguous, as what ``torch.matmul`` returns: callers take views of it.
     return found if left.dim() == 1 else found.transpose(-2, -1).contiguous()
-
-
-def _values_of(*factors: Weight) -> list[Tensor]:
-    """Return the values of two weights that are multiplied with each other, which is no layer's product."""
-    for weight in factors:
-        observe_read(weight, "a product of two weights")
-    return [values_of(weight) for weight in factors]
 
 
 def _times(input: Tensor, weight: Weight) -> Tensor:
