@@ -93,6 +93,7 @@ class Ranks:
     Attributes:
         rank: This rank, in the group.
         size: Number of ranks.
+        members: Numbers of the group's ranks among all ranks, by which errors name them.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Ranks:
         require_group(who, group)
         require_timeout(who, timeout)
         self.who = who
-        self.rank, self.size = 0, 1
+        self.rank, self.size, self.members = 0, 1, [0]
         self._group: dist.ProcessGroup | None = None
         self._known: Groups = {}
         self._timeout, self._advice = timeout, advice
@@ -115,12 +116,11 @@ class Ranks:
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.size == 1:
             return
-        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.members = members = dist.get_process_group_ranks(group or dist.group.WORLD)
         if len(members) < dist.get_world_size():
             self._group = group
-            _meet(
-                who, members, timeout, advice
-            )  # the group waits for as long as its own timeout says
+            # Here: the group waits for as long as its own timeout says.
+            _meet(who, members, timeout, advice)
             return
         # The group stays for the next time: ending one while a rank still reads what another sent can lose it. A rank
         # that loses another one does end it, so that all others raise at once.
@@ -163,7 +163,11 @@ class Ranks:
                 self._lost(raised or error)
         if raised is not None and not isinstance(raised, Exception):
             raise raised
-        failed = [(rank, kind, text) for rank, (kind, text, _) in enumerate(answers) if kind]
+        failed = [
+            (rank, kind, text)
+            for rank, (kind, text, _) in zip(self.members, answers, strict=True)
+            if kind
+        ]
         if failed:
             raise _KINDS.get(failed[0][1], RuntimeError)(self._summary(failed)) from raised
         return [result for _, _, result in answers]
@@ -196,7 +200,7 @@ class Ranks:
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)
         raise RuntimeError(
-            f"{self.who}: rank {self.rank} got no answer from one of the {self.size} ranks; start "
+            f"{self.who}: rank {self.members[self.rank]} got no answer from one of the {self.size} ranks; start "
             f"again from the last intact step ({error})"
         ) from error
 

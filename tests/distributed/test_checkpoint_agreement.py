@@ -50,6 +50,27 @@ def load_arguments(rank, path):
     assert bits(other) == before
 
 
+def of_a_group(rank, path):
+    """Errors name the ranks of a group by their numbers among all ranks."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return
+    model, _ = make("fp8_delayed")
+    other = nn.Linear(2, 1 + rank)
+    with pytest.raises(ValueError, match=r"step=2 on rank 2, 1 on rank 1;"):
+        checkpoint.save(path, rank, {"model": model}, group=group)
+    with pytest.raises(ValueError, match=r"o\.weight is \(2, 2\) .* on rank 1, \(3, 2\) .* on rank 2;"):
+        checkpoint.save(path, 1, {"model": model, "o": other}, group=group)
+    with pytest.raises(ValueError, match=r"ranks \[2\] have other weights, recipes or entries than rank 1;"):
+        checkpoint.save(path, 1, {"model": make(["fp8", "mxfp8"][rank - 1])[0]}, group=group)
+    with pytest.raises(TypeError, match=r"\(rank 2\)"):
+        checkpoint.save(path, 1, {"model" if rank == 1 else 3: model}, group=group)
+    with torch.no_grad():
+        model[2].bias[3] += rank
+    with pytest.raises(ValueError, match=r"model\.2\.bias \(rank 1 and rank 2 differ\)"):
+        checkpoint.check_replicas({"model": model}, group=group)
+
+
 def other_disks(rank, path):
     """The same path, and another folder there on each rank."""
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
@@ -214,6 +235,10 @@ BODIES = (
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_on_two_ranks(two, body, tmp_path):
     two.run(body, str(tmp_path / "run"))
+
+
+def test_of_a_group(three, tmp_path):
+    three.run(of_a_group, str(tmp_path / "run"))
 
 
 def replicas_on_a_mesh(rank):

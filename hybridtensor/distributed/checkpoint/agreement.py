@@ -20,8 +20,8 @@ def check_arguments(ranks: Ranks, /, **given: object) -> None:
     """Raise ValueError on all ranks, with who passed what, unless all passed the same."""
     every = ranks.gather(lambda: given)
     wrong = [
-        f"{name}={other[name]!r} on rank {rank}, {every[0][name]!r} on rank 0"
-        for rank, other in enumerate(every)
+        f"{name}={other[name]!r} on rank {rank}, {every[0][name]!r} on rank {ranks.members[0]}"
+        for rank, other in zip(ranks.members, every, strict=True)
         for name in given
         if other[name] != every[0][name]
     ]
@@ -34,7 +34,7 @@ def check_arguments(ranks: Ranks, /, **given: object) -> None:
 def check_plans(ranks: Ranks, plans: list[SavePlan]) -> None:
     """Raise ValueError unless all ranks that save an entry plan the same shape and dtype."""
     known: dict[str, dict[str, list[int]]] = {}
-    for rank, plan in enumerate(plans):
+    for rank, plan in zip(ranks.members, plans, strict=True):
         for item in plan.items:
             data = item.tensor_data
             kind = "no tensor"
@@ -92,7 +92,7 @@ def compare_replicas(ranks: Ranks, collected: StateDict) -> None:
     replicas = ranks.gather(
         lambda: {name: found for name, value in tensors.items() for found in replica(value)}
     )
-    wrong = different(replicas)
+    wrong = different(ranks.members, replicas)
     if wrong:
         raise ValueError(
             f"{ranks.who}: ranks have different values of what they replicate: {wrong}; load the last "

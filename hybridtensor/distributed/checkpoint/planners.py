@@ -16,6 +16,7 @@ import io
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
@@ -62,6 +63,7 @@ class Opaque:
 class _Plan(SavePlan):
     """What a rank writes, and the scales that its parts of weights must have in common with other ranks' parts."""
 
+    rank: int = 0
     common: dict[str, Replica] = dataclasses.field(default_factory=dict)
 
 
@@ -90,11 +92,13 @@ class HybridSavePlanner(DefaultSavePlanner):
         }
 
     def create_local_plan(self) -> SavePlan:
-        return _Plan(**vars(super().create_local_plan()), common=self._common)
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return _Plan(**vars(super().create_local_plan()), rank=rank, common=self._common)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """See ``SavePlanner``; raise ValueError for parts whose faces are not those of one whole."""
-        wrong = different([plan.common for plan in all_plans if isinstance(plan, _Plan)])
+        plans = [plan for plan in all_plans if isinstance(plan, _Plan)]
+        wrong = different([plan.rank for plan in plans], [plan.common for plan in plans])
         if wrong:
             raise ValueError(
                 f"checkpoint: parts of weights have scales of their own on some ranks: {wrong}; only faces "

@@ -156,9 +156,12 @@ def _wrong(ranks: Ranks, path: Path, number: int) -> list[str]:
     """Return the defects of a step, the same on all ranks."""
     answers = ranks.gather(partial(_problems, path, number, (ranks.rank, ranks.size)))
     wrong = list(dict.fromkeys(text for _, texts in answers for text in texts))
-    others = [rank for rank, (digest, _) in enumerate(answers) if digest != answers[0][0]]
+    digests = [digest for digest, _ in answers]
+    others = [rank for rank, one in zip(ranks.members, digests, strict=True) if one != digests[0]]
     if others and not wrong:
-        wrong = [f"{path.name}: ranks {others} see another checkpoint there than rank 0"]
+        wrong = [
+            f"{path.name}: ranks {others} see another checkpoint there than rank {ranks.members[0]}"
+        ]
     return wrong
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 import torch
@@ -18,10 +18,10 @@ Replica: TypeAlias = tuple[tuple[object, ...], str]
 """Which part of a tensor a rank has, and the digest of its values."""
 
 
-def different(replicas: Sequence[Mapping[str, Replica]]) -> str:
+def different(ranks: Iterable[int], replicas: Iterable[Mapping[str, Replica]]) -> str:
     """Say of which tensors ranks have other values of one part; ``replicas`` are each rank's by name."""
     known: dict[tuple[str, tuple[object, ...]], dict[str, list[int]]] = {}
-    for rank, of_rank in enumerate(replicas):
+    for rank, of_rank in zip(ranks, replicas, strict=True):
         for name, (part, digest) in of_rank.items():
             known.setdefault((name, part), {}).setdefault(digest, []).append(rank)
     wrong = [

@@ -85,12 +85,12 @@ class _Write:
                 f"{self.ranks.who}: the planner made no metadata on the first rank; please report this"
             )
         self.writer.finish(self.metadata, [results for results, _ in everything])
-        for rank, (_, files) in enumerate(everything):
+        for rank, (_, files) in zip(self.ranks.members, everything, strict=True):
             missing = [name for name in files if not (self.folder / name).is_file()]
             if missing:
                 raise RuntimeError(
-                    f"{self.ranks.who}: what rank {rank} wrote is not in {self.folder} on rank 0; "
-                    "all ranks must see one folder"
+                    f"{self.ranks.who}: what rank {rank} wrote is not in {self.folder} on rank "
+                    f"{self.ranks.members[0]}; all ranks must see one folder"
                 )
             self.manifest.files.update(files)
         self.manifest.files[METADATA] = digest_file(self.folder / METADATA, sync=True)
@@ -305,9 +305,10 @@ def _plan(
     # invalid.
     recipes = ranks.gather(lambda: (entries.weights, entries.kinds, entries.groups))
     if any(other != recipes[0] for other in recipes):
-        different = [rank for rank, other in enumerate(recipes) if other != recipes[0]]
+        members = zip(ranks.members, recipes, strict=True)
+        different = [rank for rank, other in members if other != recipes[0]]
         raise ValueError(
-            f"{ranks.who}: ranks {different} have other weights, recipes or entries than rank 0; "
+            f"{ranks.who}: ranks {different} have other weights, recipes or entries than rank {ranks.members[0]}; "
             "convert the model alike everywhere"
         )
     manifest = Manifest(
