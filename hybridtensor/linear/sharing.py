@@ -189,10 +189,8 @@ def reading(
 ) -> Reading:
     """Return the ``Reading`` that a layer shares with others of the same input, or a new one; ``how`` is compared by
     ``==``."""
-    if context.groups is not None:
-        how = (*how, *_mark(context.groups))
     if not context.direct and is_traced():
-        return _of_graph(input, how)
+        return _of_graph(input, (*how, *_mark(context.groups)))
     scope, layer = _thread.scope, record.layer
     # Outside of what autograd records, an input may be written where nothing counts.
     if scope is None or not _enabled or input.grad_fn is None:
@@ -201,12 +199,13 @@ def reading(
         return Reading()
     if not isinstance(layer, LayerState) or layer.parent not in scope.parents:
         return Reading()
-    return scope.read(input, record, how)
+    # Here: offsets that inference mode made have no version.
+    return scope.read(input, record, (*how, *_mark(context.groups)))
 
 
-def _mark(groups: Groups) -> tuple[object, ...]:
+def _mark(groups: Groups | None) -> tuple[object, ...]:
     """Return a key that is unique among groups while something refers to it."""
-    if groups.ends is None:
+    if groups is None or groups.ends is None:
         return ()
     return groups.num_groups, groups.step, id(groups.ends), groups.ends._version
 
