@@ -5,6 +5,7 @@ Oracle for the update rule: a transcription, scalar by scalar, of TransformerEng
 
 import copy
 import dataclasses
+import functools
 import gc
 import io
 import pickle
@@ -943,6 +944,25 @@ def test_compiled_training_equals_eager(recipe, backend, device):
     for a, b in zip(states(eager).values(), states(compiled).values(), strict=True):
         assert torch.equal(a, b)
     torch._dynamo.reset()
+
+
+class Walked(nn.Sequential):
+    def forward(self, x):
+        for module in self.modules():
+            x = module(x) if isinstance(module, nn.Linear) else x
+        return x * len(dict(self.named_parameters()))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+@pytest.mark.parametrize("call", ["forward", "functional_call"])
+def test_a_graph_walks_through_modules_with_a_state(recipe, call):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = ht.quantize_(Walked(nn.Linear(64, 64), nn.Linear(64, 64)), recipe)
+    forward = functools.partial(torch.func.functional_call, net, dict(net.named_parameters()))
+    compiled = torch.compile(net if call == "forward" else forward, backend="aot_eager", fullgraph=True)
+    x = torch.randn(32, 64)
+    assert torch.equal(compiled(x), net(x))
 
 
 def test_hints_are_not_saved_and_not_copied():

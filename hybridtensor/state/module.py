@@ -53,7 +53,11 @@ class StateModule(nn.Module):
         """Yield this module, but nothing to ``distribute_module``, which would shard the buffers as if it were a
         layer."""
         # distribute_module shards a layer by visiting all its modules: it would need a weight here, and turn the
-        # buffers into DTensors.
-        walker = sys._getframe(1).f_back  # which asks the layer's generator, which asks this one
-        if walker is None or walker.f_code.co_name != "distribute_module":
-            yield from super().named_modules(memo, prefix, remove_duplicate)
+        # buffers into DTensors. Graphs have no frames, and nothing in them shards.
+        if not torch.compiler.is_dynamo_compiling():
+            walker = sys._getframe(
+                1
+            ).f_back  # which asks the layer's generator, which asks this one
+            if walker is not None and walker.f_code.co_name == "distribute_module":
+                return
+        yield from super().named_modules(memo, prefix, remove_duplicate)
