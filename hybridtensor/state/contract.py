@@ -62,16 +62,29 @@ def groups_of(model: nn.Module) -> list[Group]:
     if not (dist.is_available() and dist.is_initialized()):
         return []
     parameters = list(model.parameters())
-    own = {id(parameter) for parameter in parameters}
-    found: list[Group] = []
-    # Nothing says to a module that DistributedDataParallel wraps it; asked once for each model
-    for wrapper in (known for known in gc.get_objects() if type(known) is DistributedDataParallel):
-        if any(id(parameter) in own for parameter in wrapper.module.parameters()):
-            found.append(wrapper.process_group)
+    found: list[Group] = [wrapper.process_group for wrapper in _wrappers(model)]
     for parameter in parameters:
         if isinstance(parameter, DTensor):
             found += parameter.device_mesh.get_all_groups()
     return list(dict.fromkeys(found))
+
+
+def _wrappers(model: nn.Module) -> list[DistributedDataParallel]:
+    """Return what wraps a model, or the module that a model is a part of, for data-parallel training."""
+    own = {id(parameter) for parameter in model.parameters()}
+    # Nothing says to a module that DistributedDataParallel wraps it; asked once for each model
+    known = [one for one in gc.get_objects() if type(one) is DistributedDataParallel]
+    return [one for one in known if any(id(p) in own for p in one.module.parameters())]
+
+
+def require_no_join(model: nn.Module) -> None:
+    """Raise NotImplementedError where ranks may train on while others have no batches left."""
+    configs = [wrapper._join_config for wrapper in _wrappers(model)]
+    if any(config.enable and not config.throw_on_early_termination for config in configs):
+        raise NotImplementedError(
+            f"step_: all ranks reduce amaxes in every step, got {type(model).__name__} in join(), in which some take "
+            "no more steps; pass join(throw_on_early_termination=True), or give all ranks equally many batches"
+        )
 
 
 def ranks_without_state(model: nn.Module) -> list[TrainingRanks]:

@@ -13,7 +13,7 @@ from hybridtensor.arguments import require_flag, require_module, wrong
 from hybridtensor.ops.amaxes import forget_gathers
 from hybridtensor.ops.library import is_captured
 from hybridtensor.ranks import patience, require_alike
-from hybridtensor.state.contract import ADVICE, ranks_without_state, reduced
+from hybridtensor.state.contract import ADVICE, ranks_without_state, reduced, require_no_join
 from hybridtensor.state.layer import LayerState
 from hybridtensor.state.ranks import TrainingRanks
 from hybridtensor.state.recording import require_finite, require_recorded
@@ -263,6 +263,8 @@ def _check_same_scales(model: nn.Module, states: list[LayerState], group: Group)
     layout = [(state.name, id(state.rules)) for state in states]
     if checked.get(group) == layout:
         return
+    if states:
+        require_no_join(model)
     facts = {
         state.name or f"layer {i}": ", ".join(in_words(state.slots, state.rules))
         for i, state in enumerate(states)

@@ -194,6 +194,27 @@ def siblings_under_ddp(rank):
         assert all(map(torch.equal, *found))
 
 
+def uneven_batches(rank):
+    """Ranks that have no batches left repeat what DDP reduces, and nothing else."""
+    for spec, early in (("fp8", False), ("nvfp4", False), ("fp8_delayed", True), ("fp8_delayed", False)):
+        torch.manual_seed(0)
+        model = ht.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), spec)
+        parallel = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        refused = spec == "fp8_delayed" and not early
+        with contextlib.ExitStack() as stack:
+            if refused or early:
+                expected = NotImplementedError if refused else RuntimeError
+                stack.enter_context(pytest.raises(expected, match="join" if refused else "exhausted"))
+            stack.enter_context(parallel.join(enable=True, throw_on_early_termination=early))
+            for _ in range(2 + rank):
+                parallel(torch.ones(32, 32)).sum().backward()
+                optimizer.step()
+                ht.step_(model)
+                optimizer.zero_grad()
+        assert refused or early or next(iter(model.parameters())).grad is None
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -206,6 +227,7 @@ def siblings_under_ddp(rank):
         random_rounding_does_not_depend_on_the_number_of_ranks,
         other_inputs_on_another_rank,
         siblings_under_ddp,
+        uneven_batches,
     ],
     ids=lambda f: f.__name__,
 )
