@@ -3,6 +3,7 @@
 Oracle for the update rule: a transcription, scalar by scalar, of TransformerEngine's delayed-scaling kernel in numpy.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -391,10 +392,14 @@ class TestDelayedScaling:
         net(torch.randn(64, 32)).sum().backward()
 
     @pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4", "fp8_delayed/nvfp4/nvfp4"])
-    def test_what_leaves_meta_trains_as_what_was_made_directly(self, recipe, device):
+    @pytest.mark.parametrize("has_memory", [False, True])
+    def test_what_to_empty_allocates_trains_as_what_was_made_directly(self, recipe, device, has_memory):
         expected = model(recipe, device=device)
-        with torch.device("meta"):
-            net = model(recipe, device="meta")
+        with contextlib.nullcontext() if has_memory else torch.device("meta"):
+            net = model(recipe, device=device if has_memory else "meta")
+        if has_memory:
+            train_once(net)
+            net.zero_grad()
         filled = torch.utils.deterministic.fill_uninitialized_memory
         assert filled  # so that torch fills new memory with NaN where it is asked to be deterministic
         torch.use_deterministic_algorithms(True)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 
 class StateModule(nn.Module):
-    """A module whose buffers move with a model, but are neither cast nor sharded, and are reset off the meta device."""
+    """A module whose buffers move with a model, but are neither cast nor sharded, and are reset off the meta device and
+    by ``to_empty``."""
 
     def reset_parameters(self) -> None:
         """Initialize the buffers; torch calls it by this name for modules that leave the meta device."""
@@ -42,7 +43,9 @@ class StateModule(nn.Module):
                 # The buffer before the cast, whose bits the cast dropped.
                 self._buffers[name] = buffer.to(moved.device)
         self._move_others(fn)
-        if was_meta and not self._is_meta:
+        # ``to_empty`` of a model that has memory also leaves nothing of it
+        emptied = getattr(fn, "__qualname__", "").startswith("Module.to_empty.")
+        if (was_meta or emptied) and not self._is_meta:
             # Memory that replaces the meta device holds nothing yet.
             self.reset_parameters()
         return self
