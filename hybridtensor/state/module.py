@@ -43,7 +43,8 @@ class StateModule(nn.Module):
                 # The buffer before the cast, whose bits the cast dropped.
                 self._buffers[name] = buffer.to(moved.device)
         self._move_others(fn)
-        # ``to_empty`` of a model that has memory also leaves nothing of it
+        # ``to_empty`` of a model that has memory leaves nothing of it, either. Private in torch: a function of another
+        # name would leave what lies in new memory.
         emptied = getattr(fn, "__qualname__", "").startswith("Module.to_empty.")
         if (was_meta or emptied) and not self._is_meta:
             # Memory that replaces the meta device holds nothing yet.
@@ -56,11 +57,8 @@ class StateModule(nn.Module):
         """Yield this module, but nothing to ``distribute_module``, which would shard the buffers as if it were a
         layer."""
         # distribute_module shards a layer by visiting all its modules: it would need a weight here, and turn the
-        # buffers into DTensors. Graphs have no frames, and nothing in them shards.
-        if not torch.compiler.is_dynamo_compiling():
-            walker = sys._getframe(
-                1
-            ).f_back  # which asks the layer's generator, which asks this one
-            if walker is not None and walker.f_code.co_name == "distribute_module":
-                return
-        yield from super().named_modules(memo, prefix, remove_duplicate)
+        # buffers into DTensors. It asks the layer's generator, which asks this one. Graphs have no frames, and shard
+        # nothing.
+        walker = None if torch.compiler.is_dynamo_compiling() else sys._getframe(1).f_back
+        if walker is None or walker.f_code.co_name != "distribute_module":
+            yield from super().named_modules(memo, prefix, remove_duplicate)
