@@ -87,13 +87,14 @@ class MasterWeights(torch.optim.Optimizer):
             )
         super().__init__(groups, self.inner.defaults)
         self._share_groups()
+        self._set_masters(self._pairs)
 
     @overload
     def _stepped(self, parameter: Tensor) -> Tensor: ...
     @overload
     def _stepped(self, parameter: tuple[str, Tensor]) -> tuple[str, Tensor]: ...
     def _stepped(self, parameter: Tensor | tuple[str, Tensor]) -> Tensor | tuple[str, Tensor]:
-        """Return the master of a persistent parameter, any other parameter unchanged; with its name if given."""
+        """Make a master of a persistent parameter, return any other parameter unchanged; with its name if given."""
         if isinstance(parameter, tuple):
             return (*parameter[:-1], self._stepped(parameter[-1]))
         part = local(parameter)
@@ -101,9 +102,15 @@ class MasterWeights(torch.optim.Optimizer):
             return parameter
         values = with_local(parameter, high_precision_values(part).to(torch.float32, copy=True))
         master = nn.Parameter(values, requires_grad=parameter.requires_grad)
-        set_master(parameter, master, follows=part.high_precision.follows)
         self._pairs.append((parameter, master))
         return master
+
+    def _set_masters(self, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
+        """Let new masters hold the values of their parameters."""
+        # Last: parameters free their original values, which are lost if no optimizer is made.
+        for parameter, master in pairs:
+            follows = persistent_part(parameter).high_precision.follows
+            set_master(parameter, master, follows=follows)
 
     @property
     def state(self) -> defaultdict[Tensor, StateDict]:
@@ -237,8 +244,10 @@ class MasterWeights(torch.optim.Optimizer):
             return
         group = _checked_group("MasterWeights.add_param_group", param_group)
         super().add_param_group(dict(group))  # which raises for parameters that are there
+        count = len(self._pairs)
         self.inner.add_param_group({**group, "params": [self._stepped(p) for p in group["params"]]})
         self._share_groups()
+        self._set_masters(self._pairs[count:])
 
     def state_dict(self) -> StateDict:
         """Return the inner optimizer's state dict, and with each persistent parameter its master

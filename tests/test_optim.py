@@ -716,3 +716,16 @@ def test_compiled_steps_of_weights_of_several_shapes(recipe, what, fresh_compile
         return [*(p.dequantize() for p in net.parameters() if p.dim() == 2), *optimizer.masters().values()]
 
     assert all(map(torch.equal, trained(True), trained(False)))
+
+
+def test_an_optimizer_that_is_not_made_leaves_original_values():
+    net = nn.Sequential(nn.Linear(64, 32))
+    values = net[0].weight.detach().clone()
+    ht.quantize_(net, "fp8", persistent=True)
+    twice = [{"params": net.parameters()}, {"params": list(net.parameters())[:1]}]
+    for params, options in ((net.parameters(), {"lr": -1}), (twice, {})):
+        with pytest.raises(ValueError, match=r"learning rate|more than one parameter group"):
+            MasterWeights(torch.optim.AdamW, params, **options)
+    gc.collect()
+    masters = MasterWeights(torch.optim.AdamW, net.parameters()).masters()
+    assert torch.equal(masters[net[0].weight], values)
