@@ -14,6 +14,7 @@ import torch
 from checkpointing import Held, bits, make, train
 from torch import nn
 
+import hybridtensor as ht
 from hybridtensor.distributed import checkpoint
 from hybridtensor.untrusted import reader
 
@@ -255,3 +256,22 @@ class TestFailedLoad:
         assert mine["inner"] is inner
         assert (inner["n"], mine["more"], type(mine["tensors"])) == (1, [1, 2], tuple)
         assert torch.equal(mine["tensors"][1], torch.ones(2))
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["masters", "persistent"])
+def test_a_master_is_not_that_of_an_entry_with_the_name_of_a_child(persistent, tmp_path):
+    """The child `model` of `ema`, of which only faces are stored, and the entry `model`, of which a master is."""
+    model, ema = nn.Linear(32, 32, bias=False), nn.ModuleDict({"model": nn.Linear(32, 32, bias=False)})
+    for module in (model, ema):
+        ht.quantize_(module, "fp8", persistent=True)
+    optimizer = ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+    checkpoint.save(tmp_path, 1, {"model": model, "ema": ema, "optimizer": optimizer}, faces=False)
+    model, ema = nn.Linear(32, 32, bias=False), nn.ModuleDict({"model": nn.Linear(32, 32, bias=False)})
+    for module in (model, ema):
+        ht.quantize_(module, "fp8_rowwise", persistent=persistent)
+    state = {"model": model, "ema": ema}
+    with pytest.raises(ValueError, match=r"ema\.model\.weight is not in it"):
+        checkpoint.load(tmp_path, state, any_recipe=True)
+    checkpoint.load(tmp_path, {"model": model}, any_recipe=True)
+    values = model.weight.dequantize()
+    assert torch.allclose(values, optimizer.masters()[next(iter(optimizer.masters()))], atol=0.02)

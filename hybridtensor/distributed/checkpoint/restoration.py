@@ -40,6 +40,8 @@ class Restoration:
         }
         self._with_faces = {_weight_of_face(flat) for flat in self._stored}
         self._weights = manifest.weights
+        # Only then do names of masters begin with that of their module
+        self._has_several_modules = list(manifest.entries.values()).count("module") > 1
         self._loaded: dict[str, StateDict] = {}  # by module, what load_state_dict gets
         self.begun: list[str] = []
         self._former: list[tuple[Any, Any]] = []
@@ -103,11 +105,11 @@ class Restoration:
 
     def _stored_master(self, entry: str, name: str) -> tuple[str, str] | None:
         """Return the optimizer, and the name in it, under which a master of a weight is stored."""
-        stepped = self.entries.name_of.get(id(self.entries.parameters[entry].get(name)))
-        candidates = (name, f"{entry}.{name}", stepped)
-        return next(
-            ((self._masters[n], n) for n in sorted(self._masters.keys() & candidates)), None
-        )
+        stepped = self.entries.name_of.get(id(self.entries.parameters[entry].get(name)), name)
+        if self._has_several_modules:
+            is_full = len(self.entries.modules) > 1
+            name, stepped = f"{entry}.{name}", stepped if is_full else f"{entry}.{stepped}"
+        return next(((self._masters[n], n) for n in (name, stepped) if n in self._masters), None)
 
     def _add_persistent(self, entry: str, name: str, value: Tensor) -> None:
         """Load the faces, or rebuild them from masters or other values."""
