@@ -13,6 +13,7 @@ from hybridtensor.distributed.fsdp.torch_compat import all_params
 from hybridtensor.dtensor import local, with_local
 from hybridtensor.linear import layer_forward, sharing
 from hybridtensor.masters import high_precision_values
+from hybridtensor.selection import forget_left_alone
 from hybridtensor.state import LayerState, weight_of_state
 from hybridtensor.state_dicts import drop_hooks
 from hybridtensor.subclasses import is_converted
@@ -114,5 +115,6 @@ def _forget(module: nn.Module) -> None:
         if isinstance(state, LayerState):
             del module._modules[name]
     sharing.forget(module)
+    forget_left_alone(module)
     drop_hooks(module)
     drop_apply(module)

@@ -142,6 +142,11 @@ def mark_left_alone(layers: Iterable[Layer], plan: Plan) -> None:
             layer.module.__dict__[_LEFT_ALONE] = known | {layer.parameter}
 
 
+def forget_left_alone(module: nn.Module) -> None:
+    """Forget which layers the caller left out."""
+    module.__dict__.pop(_LEFT_ALONE, None)
+
+
 def is_left_alone(layer: Layer) -> bool:
     """Return whether the caller of ``quantize_`` left out a layer."""
     return layer.parameter in layer.module.__dict__.get(_LEFT_ALONE, ())

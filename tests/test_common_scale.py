@@ -135,7 +135,7 @@ def test_a_sibling_that_is_written_between_forward_and_backward(spec, compiled):
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
     else:
         with pytest.raises(
-            RuntimeError, match=r"layer blocks\.0\..* changed between its forward and backward;.* common_scale"
+            RuntimeError, match=r"the weight of layer blocks\.0\..* changed between its forward and backward; .* common_scale"
         ):
             y.sum().backward()
 
@@ -365,7 +365,12 @@ def test_layers_that_are_gone_or_other_weights_are_told():
     del model
     with pytest.raises(RuntimeError, match="of the layers of one common scale 1 are left"):
         q(inputs())
-    model = model_of("fp8")
-    ht.plain_(model.blocks[0].k)
-    with pytest.raises(RuntimeError, match="beside master weights"):
-        model(inputs())
+    for name in ("q", "k"):
+        model = model_of("fp8")
+        ht.plain_(getattr(model.blocks[0], name))
+        with pytest.raises(RuntimeError, match=r"hold \['Parameter'\] beside quantized weights"):
+            model(inputs())
+    model = model_of("fp8", persistent=True)
+    ht.plain_(model.blocks[0].q)
+    with pytest.raises(RuntimeError, match=r"hold \['Parameter'\] beside quantized weights"), torch.no_grad():
+        model.blocks[0].k.weight.mul_(2)

@@ -164,6 +164,12 @@ def test_a_state_dict_of_persistent_weights_is_exact_and_gives_values_to_savers(
         net[0].weight.untyped_storage().data_ptr()
 
 
+def test_what_the_caller_left_out_is_forgotten():
+    net = ht.plain_(ht.quantize_(model(), "fp8", keep_bf16=["2"]))
+    assert_is_plain(net)
+    assert ht.check(net, X).untouched == ("0", "2")
+
+
 class TestAllOrNothing:
     """A model that cannot be plain stays what it was, in every layer: the last one is at fault."""
 

@@ -67,7 +67,7 @@ class CommonScale:
 
     @property
     def parts(self) -> list[InterceptingTensor]:
-        """Return the weights, or their local shards; raise RuntimeError if a layer was collected."""
+        """Return the weights, or their local shards; raise RuntimeError if a layer was collected, or is plain again."""
         modules = self.modules
         if None in modules:
             left = sum(module is not None for module in modules)
@@ -75,12 +75,19 @@ class CommonScale:
                 f"common_scale: of the layers of one common scale {left} are left; keep, copy or save the module "
                 "that holds all of them"
             )
-        return [_part(module.weight) for module in modules if module is not None]  # type: ignore[arg-type]
+        found = [_part(module.weight) for module in modules if module is not None]  # type: ignore[arg-type]
+        plain = {type(part).__name__ for part in found if not isinstance(part, InterceptingTensor)}
+        if plain:
+            raise RuntimeError(
+                f"common_scale: layers of one common scale hold {sorted(plain)} beside quantized weights; quantize "
+                "these layers alike"
+            )
+        return found
 
     def measure_written(self) -> None:
         """Measure master weights that were written; FSDP2's shards are measured in all-gathers, over all ranks."""
         weights: list[Any] = self.parts
-        if any(getattr(weight, "record", None) and weight.record.shard for weight in weights):
+        if any(weight.record.shard for weight in weights):
             return
         if not any(measures_tensor(weight.recipe.weight) for weight in weights):
             return
