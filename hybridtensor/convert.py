@@ -28,7 +28,13 @@ from hybridtensor.common_scales import (
 from hybridtensor.distributed.checkpoint.undo import Undo, of_parts
 from hybridtensor.distributed.fsdp.hooks import part_of, remake_, reshard, sharded_as
 from hybridtensor.dtensor import with_local
-from hybridtensor.fitting import check_layers, check_plan, check_signs, check_sizes, check_weight
+from hybridtensor.fitting import (
+    check_layers,
+    check_persistent,
+    check_plan,
+    check_sizes,
+    check_weight,
+)
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.linear.grouped import first_expert
 from hybridtensor.linear.interception import intercept_others
@@ -249,17 +255,22 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     """
     require_module("set_config_", model)
     layers = [layer for layer in layers_of(model) if layer.recipe is not None]
-    converted = {layer.name for layer in layers}
+    if not layers:
+        raise ValueError("set_config_: the model has no quantized weights; call quantize_ first")
+    converted = [layer.name for layer in layers]
     chosen = None if isinstance(recipe, FqnToConfig) else lambda _, name: name in converted
     plan = [step for step in choose(model, recipe, chosen) if step[0].name in converted]
     if not plan:
-        raise ValueError("set_config_: the model has no quantized weights; call quantize_ first")
+        names = ", ".join(name or "<root>" for name in converted)
+        raise ValueError(
+            f"set_config_: the recipe matches no converted layer; converted layers are: {names}"
+        )
     check_common_scales(plan)
     check_layers(model, plan, layers)
     for layer, config in plan:
         check_sizes(layer, config)
         part = part_of(layer.weight)
-        check_signs(layer, config, isinstance(part, HybridTensor))
+        check_persistent(layer, config, isinstance(part, HybridTensor))
         if isinstance(part, HybridTensor):
             sharded_as(part, config)
     recipes = {layer.name: f"{config} ({config.fingerprint()[:8]})" for layer, config in plan}
@@ -390,10 +401,11 @@ def _torchao_handler(
     persistent = isinstance(part_of(layer.weight), HybridTensor)
     named = layer._replace(name=type(module).__name__)
     check_weight(named, persistent)
-    check_signs(named, config, persistent)
+    check_persistent(named, config, persistent)
     check_sizes(named, config)
     with all_or_nothing(module, [layer]) as undo:
         _convert(layer, config, persistent, undo)
+    intercept_others()
     detect_missing_step(module)
     bucket_weights(module)
     return module

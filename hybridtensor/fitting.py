@@ -29,12 +29,7 @@ def check_plan(plan: Plan, model: nn.Module, root: str, persistent: bool) -> Non
     check_tied("quantize_", plan, layers)
     for layer, config in plan:
         check_weight(layer, persistent)
-        if persistent and config.keep_faces != KEEP_FACES[0]:
-            raise ValueError(
-                f"quantize_: layer {layer.name or '<root>'}: keep_faces is for weights in high precision, got "
-                "persistent=True, whose faces are the weight; drop one"
-            )
-        check_signs(layer, config, persistent)
+        check_persistent(layer, config, persistent)
     _check_all_sizes(plan)
 
 
@@ -135,6 +130,19 @@ def check_weight(layer: Layer, persistent: bool) -> None:
         )
     if isinstance(weight, nn.Parameter) and not stays:
         require_swappable(where, weight)
+        if not persistent:
+            _check_strides(where, layer, part)
+
+
+def _check_strides(where: str, layer: Layer, part: Tensor) -> None:
+    """Raise ValueError for a layer whose products say by their strides how its weight is stored, if they would say it
+    wrongly."""
+    known_by_strides = layer.is_stack or layer.transposed
+    if known_by_strides and 1 not in part.shape[-2:] and part.stride(-1) != 1:
+        raise ValueError(
+            f"{where}: a weight with contiguous rows is required, got strides {part.stride()} for shape "
+            f"{list(part.shape)}; assign {layer.parameter}.data = {layer.parameter}.data.contiguous() first"
+        )
 
 
 def _check_all_sizes(plan: Plan) -> None:
@@ -154,17 +162,25 @@ def _check_all_sizes(plan: Plan) -> None:
         )
 
 
-def check_signs(layer: Layer, config: HybridConfig, persistent: bool) -> None:
-    """Raise NotImplementedError if signs drawn per step would meet faces of a persistent weight, of another step."""
-    quantizer = config.weight
+def check_persistent(layer: Layer, config: HybridConfig, persistent: bool) -> None:
+    """Raise if a persistent weight cannot have a recipe: ValueError for cached faces, which it has none of,
+    NotImplementedError for signs drawn per step, whose faces it would have from another step."""
+    if not persistent:
+        return
+    where, quantizer = f"quantize_: layer {layer.name or '<root>'}", config.weight
+    if config.keep_faces != KEEP_FACES[0]:
+        raise ValueError(
+            f"{where}: keep_faces is for weights in high precision, got a persistent weight, whose faces are the "
+            "weight; drop one"
+        )
     drawn = [
         direction
         for direction in ("rowwise", "columnwise")
         if getattr(quantizer, f"{direction}_format").drawn_signs
     ]
-    if persistent and drawn and not (drawn == ["columnwise"] and quantizer.draws_from_rowwise):
+    if drawn and not (drawn == ["columnwise"] and quantizer.draws_from_rowwise):
         raise NotImplementedError(
-            f"quantize_: layer {layer.name or '<root>'}: rounding='eden' in the {' and '.join(drawn)} face of a "
+            f"{where}: rounding='eden' in the {' and '.join(drawn)} face of a "
             "persistent weight is for columnwise faces that are made of the rowwise one; add "
             "+rowwise_dequantized_weight, or use rounding='stochastic' for it"
         )

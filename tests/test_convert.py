@@ -657,6 +657,26 @@ def test_keep_faces_is_that_of_all_recipes_that_quantize_weights():
 def test_persistent_weights_have_no_faces_to_keep():
     for options in ({"recipe": "fp8", "keep_faces": "never"}, {"recipe": "fp8+keep_faces"}):
         layer = nn.Linear(32, 32)
-        with pytest.raises(ValueError, match="keep_faces is for weights in high precision, got persistent=True"):
+        with pytest.raises(ValueError, match="keep_faces is for weights in high precision, got a persistent weight"):
             ht.quantize_(layer, **options, persistent=True)
         assert type(layer.weight) is nn.Parameter
+    ht.quantize_(layer, "fp8", persistent=True)
+    for convert in (ht.set_config_, lambda layer, spec: torchao_quantize_(layer, ht.HybridConfig.parse(spec))):
+        with pytest.raises(ValueError, match="keep_faces is for weights in high precision, got a persistent weight"):
+            convert(layer, "fp8+keep_faces")
+    assert layer.weight.config == ht.HybridConfig.parse("fp8")
+
+
+@pytest.mark.parametrize("recipe", [FqnToConfig({"1": "fp8"}), ht.recipes.by_type(grouped_linear="fp8")], ids=str)
+def test_a_recipe_for_no_converted_layer_is_an_error_of_set_config_(recipe):
+    model = ht.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), "fp8", keep_bf16=["1"])
+    with pytest.raises(ValueError, match=r"the recipe matches no converted layer; converted layers are: 0$"):
+        ht.set_config_(model, recipe)
+
+
+def test_torchao_converts_products_of_libraries_that_are_imported_by_now(monkeypatch):
+    from hybridtensor.linear import interception
+
+    monkeypatch.setattr(interception, "_GROUPED_OF_OTHERS", (("aten", "_grouped_mm"),))
+    torchao_quantize_(nn.Linear(32, 32), FP8)
+    assert torch.ops.aten._grouped_mm in ht.MasterWeight.functions.handlers

@@ -56,3 +56,26 @@ def test_a_model_without_linear_layers_is_told_what_it_has():
         ht.quantize_(nn.Sequential(Snake()), "fp8")
     with pytest.raises(ValueError, match="but modules without parameters; pass"):
         ht.quantize_(nn.ReLU(), "fp8")
+
+
+class Stored(nn.Module):
+    is_transposed = True
+
+    def __init__(self, *size):
+        super().__init__()
+        self.num_experts = size[0]
+        self.weight = nn.Parameter(torch.randn(*size[:-2], size[-1], size[-2]).transpose(-2, -1))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("size", [(64, 32), (2, 64, 32)], ids=["matrix", "experts"])
+def test_a_weight_whose_strides_say_the_other_layout_is_named(size):
+    model = nn.Sequential(Stored(*size))
+    with pytest.raises(ValueError, match=r"layer 0.* contiguous rows is required, got strides .*; assign weight\.data"):
+        ht.quantize_(model, "fp8")
+    model[0].weight.data = model[0].weight.data.contiguous()
+    ht.quantize_(model, "fp8")
+    if len(size) == 2:
+        model(torch.randn(16, 64)).sum().backward()
