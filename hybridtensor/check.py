@@ -176,7 +176,8 @@ def _observed(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
         hooks.append(module.register_forward_hook(recorder.leave, always_call=True))
     observers.append(recorder)
     try:
-        with torch.compiler.set_stance("force_eager"), torch.enable_grad():
+        stance = torch.compiler.set_stance("force_eager")
+        with stance, torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         observers.remove(recorder)

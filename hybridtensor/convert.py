@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import TypedDict
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -154,14 +153,13 @@ def _carry_out(
 ) -> None:
     """Convert the layers of a plan, and update everything that belongs to the whole model."""
     reshard(layer.weight for layer, _ in plan)
-    with torch.inference_mode(False):  # the new parameters are trained later
-        with all_or_nothing(model, [layer for layer, _ in plan]) as undo:
-            _convert_all(plan, persistent, scales, undo, forget_common_scales(plan))
-            _finish(model, plan, root)
-        intercept_others()
-        detect_missing_step(model)
-        bucket_weights(model)
-        _tell_what_is_left(model)
+    with all_or_nothing(model, [layer for layer, _ in plan]) as undo:
+        _convert_all(plan, persistent, scales, undo, forget_common_scales(plan))
+        _finish(model, plan, root)
+    intercept_others()
+    detect_missing_step(model)
+    bucket_weights(model)
+    _tell_what_is_left(model)
 
 
 def _finish(model: nn.Module, plan: Plan, root: str) -> None:

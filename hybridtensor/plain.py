@@ -59,10 +59,11 @@ def plain_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         _check_gradient(name, parameter, dtype or parameter.dtype)
     # All values before the first swap: an error, such as too little memory, leaves the model as it is.
     made = []
-    for parameter in converted.values():
-        values = high_precision_values(local(parameter)).to(dtype or parameter.dtype)
-        made.append((parameter, with_local(parameter, values)))
-    swap_all("plain_", made)
+    with torch.inference_mode(False):  # parameters may be trained later
+        for parameter in converted.values():
+            values = high_precision_values(local(parameter)).to(dtype or parameter.dtype)
+            made.append((parameter, with_local(parameter, values)))
+        swap_all("plain_", made)
     # Last, because it is not undone: what can fail is behind.
     for module in model.modules():
         _forget(module)

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from hybridtensor.distributed.checkpoint.undo import Undo, of_slots, run_all
@@ -22,11 +23,15 @@ Container = TypeVar("Container", dict[str, object], set[object])
 
 @contextlib.contextmanager
 def all_or_nothing(model: nn.Module, layers: Iterable[Layer]) -> Iterator[list[Undo]]:
-    """Restore the model if the block raises; yields a list for functions that undo its swaps."""
+    """Restore the model if the block raises; yields a list for functions that undo its swaps.
+
+    The block leaves inference mode, since what it makes is trained later.
+    """
     undo = [back for holder in _holders(model, layers) for back in _former(holder)]
     swaps: list[Undo] = []
     try:
-        yield swaps
+        with torch.inference_mode(False):
+            yield swaps
     except BaseException as error:
         run_all("quantize_", [*undo, *swaps], error)
         raise

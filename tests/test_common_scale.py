@@ -135,7 +135,8 @@ def test_a_sibling_that_is_written_between_forward_and_backward(spec, compiled):
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
     else:
         with pytest.raises(
-            RuntimeError, match=r"the weight of layer blocks\.0\..* changed between its forward and backward; .* common_scale"
+            RuntimeError,
+            match=r"the weight of layer blocks\.0\..* changed between its forward and backward; .* common_scale",
         ):
             y.sum().backward()
 

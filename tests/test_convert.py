@@ -680,3 +680,44 @@ def test_torchao_converts_products_of_libraries_that_are_imported_by_now(monkeyp
     monkeypatch.setattr(interception, "_GROUPED_OF_OTHERS", (("aten", "_grouped_mm"),))
     torchao_quantize_(nn.Linear(32, 32), FP8)
     assert torch.ops.aten._grouped_mm in ht.MasterWeight.functions.handlers
+
+
+class TestInInferenceMode:
+    """What is made there is trained later."""
+
+    @staticmethod
+    def train(model):
+        parameters = [p for p in model.parameters() if isinstance(p, ht.HybridTensor)]
+        kind = ht.optim.MasterWeights if parameters else lambda cls, *args, **options: cls(*args, **options)
+        optimizer = kind(torch.optim.SGD, model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(32, 64)).sum().backward()
+            optimizer.step()
+            ht.step_(model)
+
+    @pytest.mark.parametrize("persistent", [False, True], ids=["masters", "persistent"])
+    @pytest.mark.parametrize("spec", ["fp8_rowwise", "fp8_delayed"])
+    def test_another_recipe(self, spec, persistent):
+        model = ht.quantize_(nn.Sequential(nn.Linear(64, 64)), "fp8", persistent=persistent)
+        with torch.inference_mode():
+            ht.set_config_(model, spec)
+        self.train(model)
+
+    def test_torchao(self):
+        model = nn.Sequential(nn.Linear(64, 64))
+        with torch.inference_mode():
+            torchao_quantize_(model, ht.HybridConfig.parse("fp8_delayed"))
+        self.train(model)
+
+    def test_plain_again(self):
+        model = ht.quantize_(nn.Sequential(nn.Linear(64, 64)).requires_grad_(False), "fp8", persistent=True)
+        with torch.inference_mode():
+            ht.plain_(model)
+        assert not model[0].weight.is_inference()
+        self.train(model.requires_grad_(True))
+
+    def test_check(self):
+        model = ht.quantize_(nn.Sequential(nn.Linear(64, 64)), "fp8")
+        x = torch.ones(32, 64)
+        with torch.inference_mode():
+            assert not ht.check(model, x).problems
