@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from experts import Mixture
 from torch import nn
 
@@ -264,3 +265,59 @@ def test_static_scales_that_are_wrong():
         ht.mismatch(model, random_tensor(4, 256), static_inputs=True, tensors=tensors.items())
     with pytest.raises(ValueError, match="static_inputs requires a layer with delayed scales"):
         ht.mismatch(ht.quantize_(mlp(), "fp8"), random_tensor(4, 256), static_inputs=True)
+
+
+class Halves(nn.Linear):
+    """Multiplies by the rows of its weight in two products, as attention with one weight for q, k and v does."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight[:32]) - x @ self.weight[32:].t()
+
+
+class Chunks(nn.Module):
+    """Experts whose gate and up projections are rows of one matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts = 3
+        self.w13 = nn.Parameter(torch.randn(3, 64, 256) / 16)
+
+    def forward(self, x):
+        pairs = (expert.chunk(2) for expert in self.w13)
+        return sum(F.linear(x, gate) * F.linear(x, up) for gate, up in pairs)
+
+
+class Columns(nn.Linear):
+    def forward(self, x):
+        return F.linear(x[:, :128], self.weight[:, :128])
+
+
+@pytest.mark.parametrize("make", [lambda: Halves(256, 64, bias=False), Chunks], ids=["matrix", "experts"])
+def test_products_with_rows_of_a_weight(make):
+    """Whose scales are of rows: rows alone have another scale per tensor than all of them."""
+    torch.manual_seed(0)
+    model = ht.quantize_(nn.Sequential(make()).bfloat16(), "fp8_rowwise")
+    assert ht.mismatch(model, random_tensor(40, 256, dtype=torch.bfloat16)).is_zero
+
+
+def test_products_with_columns_of_a_weight():
+    model = ht.quantize_(nn.Sequential(Columns(256, 64)), "fp8_rowwise")
+    with pytest.raises(NotImplementedError, match=r"whole rows of one, are required, got \[64, 128\] of \[64, 256\]"):
+        ht.mismatch(model, torch.randn(40, 256))
+
+
+def test_outputs_that_are_written_later():
+    """As an activation writes them, in place."""
+    model = nn.Sequential(nn.Linear(256, 384), nn.ReLU(inplace=True), nn.Linear(384, 128))
+    assert ht.mismatch(ht.quantize_(model, "fp8_rowwise"), torch.randn(40, 256)).is_zero
+
+
+def test_outputs_that_are_no_values():
+    """As the numbers of the experts that a router chose, beside the outputs."""
+
+    class WithNumbers(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), torch.arange(len(x))
+
+    found = ht.mismatch(ht.quantize_(nn.Sequential(WithNumbers(256, 128)), "fp8_rowwise"), torch.randn(40, 256))
+    assert found.is_zero

@@ -9,7 +9,6 @@ Shape letters: ``T`` tokens, ``N, K`` a weight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,17 +40,14 @@ class Decoded(NamedTuple):
     of_rows: Tensor | None = None
     of_blocks: Tensor | None = None
 
-    def cut(self, count: int) -> list[Decoded]:
-        """Split the rows into ``count`` operands of equal size, in order."""
-
-        def parts(scale: Tensor | None) -> Sequence[Tensor | None]:
-            if scale is None or len(scale) == 1:
-                return [scale] * count
-            return scale.chunk(count)
-
-        elements = self.elements.chunk(count)
-        each = zip(elements, parts(self.of_rows), parts(self.of_blocks), strict=True)
-        return [Decoded(*one) for one in each]
+    def rows(self, first: int, count: int) -> Decoded:
+        """Slice ``count`` rows."""
+        part = slice(first, first + count)
+        of_rows, of_blocks = (
+            one if one is None or len(one) == 1 else one[part]
+            for one in (self.of_rows, self.of_blocks)
+        )
+        return Decoded(self.elements[part], of_rows, of_blocks)
 
 
 def rule(name: str, pow2: bool) -> OneFormatQuantizer:

@@ -66,7 +66,10 @@ class EngineWeight(NamedTuple):
         if self.is_stack:
             return self
         scales = None if self.scales is None else self.scales * count
-        return self._replace(matrices=self.matrices[0].cut(count), scales=scales)
+        matrix = self.matrices[0]
+        rows = len(matrix.elements) // count
+        parts = [matrix.rows(i * rows, rows) for i in range(count)]
+        return self._replace(matrices=parts, scales=scales)
 
     def linear(self, x: Tensor, bias: Tensor | None, expert: int = 0) -> Tensor:
         """Return the product of tokens of any shape with one matrix."""
@@ -104,9 +107,26 @@ class Engine(TorchFunctionMode):
 
 
 def _linear(weight: EngineWeight, x: Tensor, at: Tensor, bias: Tensor | None = None) -> Tensor:
-    # A matrix of a stack is a view that begins at a multiple of its size.
-    expert = at.storage_offset() // at.numel() if weight.is_stack else 0
+    """Multiply by a matrix, or by rows of one: what ``at`` is a view of, where its memory begins."""
+    rows, columns = weight.matrices[0].elements.shape
+    expert, begin = divmod(int(at.storage_offset()), rows * columns)
+    if at.shape != (rows, columns):
+        if at.stride() != (columns, 1) or at.shape[1] != columns:
+            raise NotImplementedError(
+                f"mismatch: products with a weight, or with whole rows of one, are required, got {list(at.shape)} of "
+                f"{[rows, columns]}; leave the layer out of quantize_ (keep_bf16)"
+            )
+        of_rows = weight.matrices[expert].rows(begin // columns, len(at))
+        matrices = [*weight.matrices[:expert], of_rows, *weight.matrices[expert + 1 :]]
+        weight = weight._replace(matrices=matrices)
     return weight.linear(x, bias, expert)
+
+
+def _matmul(weight: EngineWeight, x: Tensor, at: Tensor) -> Tensor:
+    """Multiply by the transpose of a matrix; anything else reads the values, which shows."""
+    if at.dim() == 2 and at.shape[0] == weight.matrices[0].elements.shape[1]:
+        return _linear(weight, x, at.t())
+    return torch.matmul(x, at)
 
 
 def _grouped(
@@ -129,6 +149,7 @@ def _grouped(
 
 _PRODUCTS: dict[Func, Callable[..., Tensor]] = {
     F.linear: _linear,
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
     torch._grouped_mm: _grouped,
     torch.bmm: lambda weight, x, at: _grouped(weight, x, at),
 }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from hybridtensor.arguments import (
     require_choice,
@@ -218,8 +219,9 @@ def _recorded(
     calls: dict[str, _Calls] = {name: [] for name in of}
     hooks = [
         model.get_submodule(name).register_forward_hook(
-            lambda module, args, kwargs, output, name=name: calls[name].append(
-                (args, kwargs, output)
+            # Copies: what follows may write in place, as activations do.
+            lambda module, *call, name=name: calls[name].append(
+                tree_map_only(Tensor, torch.clone, call)
             ),
             with_kwargs=True,
         )
@@ -262,13 +264,9 @@ def _compared(
 
 
 def _tensors(output: object) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    return (
-        [one for one in output if isinstance(one, Tensor)]
-        if isinstance(output, (tuple, list))
-        else []
-    )
+    """Return the floating-point tensors of a module's output, which may have others, such as the experts chosen."""
+    some = output if isinstance(output, (tuple, list)) else (output,)
+    return [one for one in some if isinstance(one, Tensor) and one.is_floating_point()]
 
 
 def _ulps(one: Tensor, other: Tensor) -> Tensor:
