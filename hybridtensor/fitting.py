@@ -94,6 +94,10 @@ def check_weight(layer: Layer, persistent: bool) -> None:
         raise TypeError(
             f"{where}: its weight is a {type(weight).__name__}, not {kind}; remove what computes it"
         )
+    if isinstance(weight, nn.UninitializedParameter):
+        raise TypeError(
+            f"{where}: its weight is not initialized, as a lazy layer's before its first forward; run the model once"
+        )
     part = part_of(weight)
     if isinstance(part, HybridTensor) and not persistent:
         raise ValueError(

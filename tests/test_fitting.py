@@ -79,3 +79,11 @@ def test_a_weight_whose_strides_say_the_other_layout_is_named(size):
     ht.quantize_(model, "fp8")
     if len(size) == 2:
         model(torch.randn(16, 64)).sum().backward()
+
+
+def test_a_lazy_layer_is_run_first():
+    model = nn.Sequential(nn.LazyLinear(64))
+    with pytest.raises(TypeError, match=r"layer 0: its weight is not initialized.*; run the model once"):
+        ht.quantize_(model, "fp8")
+    model(torch.ones(16, 64))
+    assert isinstance(ht.quantize_(model, "fp8")[0].weight, ht.MasterWeight)

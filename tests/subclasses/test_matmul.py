@@ -49,6 +49,7 @@ def test_every_mix_of_operands(left, right, device):
     assert ((with_bias - exact_a @ exact_b - bias.double()).abs() <= 2 * bound + 2**-7 * bias.double().abs()).all()
     if (left, right) != ("plain", "plain"):
         assert torch.equal(torch.addmm(bias, a, b, beta=2, alpha=3), 2 * bias + 3 * torch.mm(a, b))
+        assert torch.equal(torch.addmm(bias * torch.nan, a, b, beta=0), torch.mm(a, b))
 
 
 def test_identity_products_are_bitwise_plain_ones(device):

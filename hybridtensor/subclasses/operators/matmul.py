@@ -122,8 +122,10 @@ def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     # afterwards.
     if bias.dim() == 1 and beta == 1 and alpha == 1:
         return mm(left, right, bias, "addmm")
-    out: Tensor = beta * bias + alpha * mm(left, right, gemm="addmm")
-    return out
+    product: Tensor = alpha * mm(left, right, gemm="addmm")
+    return (
+        product if beta == 0 else beta * bias + product
+    )  # zero: a NaN of the summand does not count
 
 
 def _linear(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
