@@ -9,12 +9,7 @@ from typing import TypedDict
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hybridtensor.arguments import (
-    require_flag,
-    require_function,
-    require_module,
-    require_text,
-)
+from hybridtensor.arguments import require_flag, require_function, require_module, require_text
 from hybridtensor.common_scales import (
     Siblings,
     check_common_scales,
@@ -145,11 +140,7 @@ def quantize_(
 
 
 def _carry_out(
-    model: nn.Module,
-    plan: Plan,
-    root: str,
-    persistent: bool,
-    scales: dict[nn.Module, CommonScale],
+    model: nn.Module, plan: Plan, root: str, persistent: bool, scales: dict[nn.Module, CommonScale]
 ) -> None:
     """Convert the layers of a plan, and update everything that belongs to the whole model."""
     reshard(layer.weight for layer, _ in plan)

@@ -89,11 +89,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._share_groups()
         self._set_masters(self._pairs)
 
-    @overload
-    def _stepped(self, parameter: Tensor) -> Tensor: ...
-    @overload
-    def _stepped(self, parameter: tuple[str, Tensor]) -> tuple[str, Tensor]: ...
-    def _stepped(self, parameter: Tensor | tuple[str, Tensor]) -> Tensor | tuple[str, Tensor]:
+    def _stepped(self, parameter: Tensor | tuple[str, Tensor]) -> Any:
         """Make a master of a persistent parameter, return any other parameter unchanged; with its name if given."""
         if isinstance(parameter, tuple):
             return (*parameter[:-1], self._stepped(parameter[-1]))
@@ -109,8 +105,8 @@ class MasterWeights(torch.optim.Optimizer):
         """Let new masters hold the values of their parameters."""
         # Last: parameters free their original values, which are lost if no optimizer is made.
         for parameter, master in pairs:
-            follows = persistent_part(parameter).high_precision.follows
-            set_master(parameter, master, follows=follows)
+            known = persistent_part(parameter).high_precision
+            set_master(parameter, master, follows=known.follows)
 
     @property
     def state(self) -> defaultdict[Tensor, StateDict]:
@@ -301,11 +297,8 @@ class MasterWeights(torch.optim.Optimizer):
             {**state_dict, "state": {key: of_one for key, of_one in state.items() if of_one}}
         )
         self._share_groups()
-        found = [
-            (*pair, *new)
-            for pair, new in zip(self._pairs, loaded, strict=True)
-            if new[0] is not None
-        ]
+        pairs = zip(self._pairs, loaded, strict=True)
+        found = [(*pair, *new) for pair, new in pairs if new[0] is not None]
         with torch.no_grad():
             for _, master, values, _ in found:
                 master.copy_(values)
@@ -368,9 +361,8 @@ def _checked_group(who: str, group: object) -> dict[str, Any]:
     params = group["params"]
     params = [params] if isinstance(params, Tensor) else require_items(who, "parameters", params)
     for parameter in params:
-        require_kind(
-            who, "a tensor", parameter[-1] if isinstance(parameter, tuple) else parameter, Tensor
-        )
+        tensor = parameter[-1] if isinstance(parameter, tuple) else parameter
+        require_kind(who, "a tensor", tensor, Tensor)
     return {**group, "params": params}
 
 
