@@ -45,7 +45,10 @@ def _nothing(model: nn.Module, layers: list[Layer]) -> ValueError:
     shown = f"; what is no layer: {', '.join(others[:_SHOWN])}" if others else ""
     if layers:
         names = ", ".join(layer.name or "<root>" for layer in layers)
-        return ValueError(f"quantize_: the recipe matches no layer; layers are: {names}{shown}")
+        return ValueError(
+            "quantize_: the recipe matches no layer, or keep_bf16 and filter_fn leave out each that it matches; "
+            f"layers are: {names}{shown}"
+        )
     owners = [module for module in model.modules() if module._parameters]
     classes = ", ".join(sorted({type(module).__name__ for module in owners}))
     got = f"whose parameters are of {classes}" if classes else "without parameters"

@@ -360,9 +360,11 @@ def _checked_group(who: str, group: object) -> dict[str, Any]:
         raise wrong(who, "a dictionary with params", group)
     params = group["params"]
     params = [params] if isinstance(params, Tensor) else require_items(who, "parameters", params)
-    for parameter in params:
-        tensor = parameter[-1] if isinstance(parameter, tuple) else parameter
+    tensors = [one[-1] if isinstance(one, tuple) else one for one in params]
+    for tensor in tensors:
         require_kind(who, "a tensor", tensor, Tensor)
+    if len({id(tensor) for tensor in tensors}) < len(tensors):
+        raise ValueError(f"{who}: each parameter once is required, got one twice; drop one of both")
     return {**group, "params": params}
 
 
@@ -378,11 +380,9 @@ def watch_plain_optimizers() -> None:
 
 
 def _warn_of_narrow_values(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    if is_traced() or optimizer in _seen:
+    if is_traced() or optimizer in _seen or isinstance(optimizer, MasterWeights):
         return
     _seen.add(optimizer)
-    if isinstance(optimizer, MasterWeights):
-        return
     parts = [
         local(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None
     ]

@@ -454,6 +454,8 @@ def test_parameters_with_names_hooks_and_duplicates():
     assert optimizer.param_groups[0]["param_names"] == ["0.weight", "0.bias"]
     with pytest.raises(ValueError, match="appear in more than one parameter group"):
         optimizer.add_param_group({"params": [("again", model[0].weight)]})
+    with pytest.raises(ValueError, match="each parameter once is required, got one twice"):
+        MasterWeights(torch.optim.SGD, [model[0].weight, model[0].weight], lr=0.1)
     set_grads(model.parameters(), 0)
     optimizer.step()
     assert len(optimizer.inner.param_groups) == 1

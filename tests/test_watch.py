@@ -216,10 +216,17 @@ def test_evaluation_after_a_backward_does_not_count():
 
 
 def test_a_loop_that_raises_leaves_nothing_behind():
-    model = model_of("fp8")
-    with pytest.raises(ZeroDivisionError), ht.watch(model, every=1):
+    def fails():
+        train(model, 1)
         raise ZeroDivisionError
+
+    model = model_of("fp8")
+    model.blocks[1].k.weight.data[3, 5] = float("nan")
+    with pytest.raises(ZeroDivisionError), ht.watch(model, every=1, alarm="raise") as watched:
+        fails()
     assert not observers
+    (sample,) = watched.samples  # its alarm would hide the error
+    assert any(row.statistics["nonfinite"] for row in sample.faces)
     model(inputs()).sum().backward()
 
 

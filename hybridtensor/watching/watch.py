@@ -149,9 +149,11 @@ class watch(Printed):  # noqa: N801  (used as a function)
     ) -> None:
         self._hooks.close()
         self._armed.close()
-        if kind is None:
-            before, self._pending = self._pending, []
-            self._flush(before)
+        before, self._pending = self._pending, []
+        # The last sample may show what the error comes from, which says more than an alarm. A device that failed gives
+        # none.
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(RuntimeError):
+            self._flush(before, alarms=kind is None)
 
     def step(self) -> None:
         """End a step; call it only if no eager torch optimizer steps."""
@@ -226,8 +228,8 @@ class watch(Printed):  # noqa: N801  (used as a function)
         measured = Measured(layers, list(sampler.order), unseen, Numbers(*tensors[:4]), tensors[4])
         self._pending.append(_Pending(self.steps, measured, there))
 
-    def _flush(self, pending: list[_Pending]) -> None:
-        """Read copied samples, pass them to sinks, and check alarms."""
+    def _flush(self, pending: list[_Pending], *, alarms: bool = True) -> None:
+        """Read copied samples, pass them to sinks, and raise ``alarms``."""
         for one in pending:
             if one.there is not None:
                 one.there.synchronize()  # the copy started one step ago
@@ -235,7 +237,8 @@ class watch(Printed):  # noqa: N801  (used as a function)
             self._samples.append(sample)
             for sink in self._sinks if self._ranks.first else ():
                 sink(sample)
-            self._tell(sample)
+            if alarms:
+                self._tell(sample)
 
     def _tell(self, sample: Sample) -> None:
         """Raise the alarm if a face of a sample is not finite or saturated."""
