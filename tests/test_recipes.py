@@ -296,7 +296,7 @@ class TestKeepBf16:
             ht.quantize_(self.model(), "fp8", keep_bf16=["block.0"])
         with pytest.raises(TypeError, match="keep_bf16 is a list of names"):
             ht.quantize_(self.model(), "fp8", keep_bf16="blocks.0.*")
-        with pytest.raises(ValueError, match="the recipe matches no layer, or keep_bf16 .*; layers are"):
+        with pytest.raises(ValueError, match=r"the recipe matches no layer, or keep_bf16 .*; layers are"):
             ht.quantize_(self.model(), "fp8", keep_bf16=["blocks.*"])
 
     def test_edge_blocks_needs_blocks(self):
