@@ -313,6 +313,27 @@ class TestDelayedScaling:
         history = before["grad_output"]["history"]  # another rule: its scale follows from the amaxes so far
         assert of(state, "grad_output").scale == 57344 / history.max() != 1
 
+    def test_a_changed_rule_goes_on_from_a_history_of_one_step(self, device):
+        """TransformerEngine's ``amax_history_len=1``: only the scale tells what the last amax was."""
+        net = model(ht.recipes.fp8_delayed(history_length=1), device=device)
+        train(net, torch.optim.SGD(net.parameters(), lr=1e-3), 2, device=device)
+        state = net[2].quantization_state
+        before = state.encode_scale.clone()
+        assert (before != 1).all()
+        ht.set_config_(net, ht.recipes.fp8_delayed(history_length=1, margin=1))
+        torch.testing.assert_close(state.encode_scale, before / 2)
+        ht.set_config_(net, ht.recipes.fp8_delayed(history_length=4))
+        torch.testing.assert_close(state.encode_scale, before)
+        assert (state.amax_history[:, -1] > 0).all()
+
+    def test_a_shorter_history_forgets_what_is_older_at_once(self, device):
+        net = model(ht.recipes.fp8_delayed(history_length=8), device=device)
+        state = net[2].quantization_state
+        state.amax_history[:] = torch.arange(8.0, 0.0, -1.0)  # 8 is eight steps ago
+        ht.set_config_(net, ht.recipes.fp8_delayed(history_length=4))
+        assert state.encode_scale[state.slots.index("input")] == 448 / 4
+        assert state.amax_history[0].tolist() == [0.0, 3.0, 2.0, 1.0]
+
     def test_training_goes_as_with_current_scaling(self, device):
         """With the most recent amax of a constant batch, delayed scaling becomes current scaling.
 

@@ -231,22 +231,22 @@ class LayerState(StateModule):
         self.version += 1
         self.slots, self.rules = tuple(rules), tuple(rules.values())
         self._allocate(device)
-        for index, (slot, rule) in enumerate(rules.items()):
+        for index, slot in enumerate(rules):
             former = next((name for name in same_tensor(slot) if name in old), None)
             if former is not None:
-                self._continue(index, old[former], rule == before[former])
+                self._continue(index, old[former], before[former])
 
-    def _continue(self, index: int, former: list[Tensor], same_rule: bool) -> None:
-        """Initialize a scale from a former one of the same tensor: its encode scale (``same_rule``), amax and
-        history."""
+    def _continue(self, index: int, former: list[Tensor], before: DelayedRule) -> None:
+        """Initialize a scale, its amax and history by those of the same tensor under the rule ``before``."""
         encode_scale, amax, history = (t[index] for t in self._per_slot())
-        amax.copy_(former[1])
-        length = min(self.rules[index].history_length, len(former[2]))
-        history[len(history) - length :] = former[2][len(former[2]) - length :]
-        if same_rule:
-            encode_scale.copy_(former[0])
+        rule, (former_scale, former_amax, _) = self.rules[index], former
+        amax.copy_(former_amax)
+        history.copy_(rule.continued(before, former_scale, former[2], len(history)))
+        if rule == before:
+            encode_scale.copy_(former_scale)
         elif not history.is_meta:
-            encode_scale.copy_(self.rules[index].encode_scale(history))
+            encode_scale.copy_(rule.encode_scale(history))
+        history[: len(history) - rule.history_length + 1] = 0.0  # free, once the scale is known
 
     def _start_counter(self, rounding: Tensor) -> None:
         """Set key and step; draw the key of a layer without a name, unless on the meta device."""

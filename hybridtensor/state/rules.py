@@ -42,6 +42,16 @@ class DelayedRule:
         )
         return torch.where((amax > 0) & (amax < torch.inf), scale, torch.ones_like(scale))
 
+    def continued(self, before: DelayedRule, scale: Tensor, history: Tensor, length: int) -> Tensor:
+        """Return a history ``[length]`` with the amaxes of this rule's steps, from the scale and history of another."""
+        kept, made = history[-self.history_length :], history.new_zeros(length)
+        made[length - len(kept) :] = kept
+        if (
+            before.history_length == 1
+        ):  # such a history is always empty: the scale alone tells the last amax
+            made[-1] = torch.where(scale == 1, 0.0, before.target / scale)
+        return made
+
     @property
     def target(self) -> float:
         """The magnitude that an amax is scaled to."""
