@@ -247,6 +247,19 @@ def test_frozen_layers_and_products_that_never_run():
     assert shares["1", "grad_weight"][1] == 1
 
 
+def test_a_layer_whose_output_the_loss_does_not_depend_on():
+    """Its input has a gradient, by another layer; its output has none."""
+    model = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("first", "unused", "last")})
+
+    def loss(model, x):
+        hidden = model["first"](x).relu()
+        model["unused"](hidden)
+        return model["last"](hidden).square().mean()
+
+    advice = ht.advise(model, [torch.randn(64, 64)], loss=loss, hardware="b200")
+    assert not any(row.share for row in advice.table if row.layer == "unused" and row.gemm != "output")
+
+
 def test_layers_that_formats_do_not_fit_and_tokens_that_are_no_whole_blocks():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10))
     options = {"loss": lambda m, x: m(x).square().mean(), "hardware": "b200", "budget": 1.0}

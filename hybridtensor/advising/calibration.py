@@ -77,7 +77,7 @@ def _input_gradients(config: HybridConfig, one: Noise) -> Callable[..., None]:
         behind: list[Tensor] = []
         out.register_hook(lambda grad: behind.append(grad.detach()))
         # the error adds to the gradients of whatever else reads the input
-        x.register_hook(lambda grad: with_error(grad, behind.pop()))
+        x.register_hook(lambda grad: with_error(grad, behind.pop()) if behind else None)
 
     return hook
 
