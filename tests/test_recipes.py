@@ -289,6 +289,11 @@ class TestKeepBf16:
         ht.set_config_(model, "fp8")  # only what was converted changes
         assert type(model["blocks"][0]["up"].weight) is nn.Parameter
 
+    def test_blocks_are_counted_where_each_has_more_experts(self):
+        blocks = [nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(K, N) for _ in range(8))}) for _ in range(4)]
+        model = nn.ModuleDict({"heads": nn.ModuleList([nn.Linear(K, N)]), "layers": nn.ModuleList(blocks)})
+        assert recipes.edge_blocks(model) == ["layers.0", "layers.3"]
+
     def test_names_must_match(self):
         with pytest.raises(
             ValueError, match=r"keep_bf16 must name a layer, got 'block\.0'; layers to convert are: blocks"

@@ -21,7 +21,8 @@ def edge_blocks(model: nn.Module, *, first: int = 1, last: int = 1) -> list[str]
         ht.quantize_(model, "nvfp4", keep_bf16=ht.recipes.edge_blocks(model, first=1, last=1))
 
     Args:
-        model: A model whose blocks are in one ``nn.ModuleList``: its longest.
+        model: A model whose blocks are in one ``nn.ModuleList``: the longest of those that are in no other one,
+            as a list of experts is.
         first: Blocks at the beginning.
         last: Blocks at the end.
 
@@ -31,7 +32,12 @@ def edge_blocks(model: nn.Module, *, first: int = 1, last: int = 1) -> list[str]
     """
     require_module("edge_blocks", model)
     require_int("edge_blocks", at_least=0, first=first, last=last)
-    lists = [item for item in model.named_modules() if isinstance(item[1], nn.ModuleList)]
+    lists: list[tuple[str, nn.ModuleList]] = []
+    inside: set[nn.Module] = set()
+    for at, module in model.named_modules():  # outer modules first
+        if isinstance(module, nn.ModuleList) and module not in inside:
+            lists.append((at, module))
+            inside.update(module.modules())
     if not lists:
         raise ValueError("edge_blocks: the model has no nn.ModuleList of blocks; name the layers")
     name, blocks = max(lists, key=lambda item: len(item[1]))
