@@ -125,8 +125,9 @@ class FabricHybridPrecision(_Converting, fabric.Precision):
         # stepped.
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for module, leader in list(self._leaders.items()):
-            if leader is None and any(id(p) in held for p in module.parameters()):
-                self._leaders[module] = leader = weakref.ref(optimizer)
-            if leader is not None and leader() is optimizer:
+            first = None if leader is None else leader()  # None also if that optimizer is gone
+            if first is None and any(id(p) in held for p in module.parameters()):
+                self._leaders[module], first = weakref.ref(optimizer), optimizer
+            if first is optimizer:
                 step_(module)
         return result

@@ -1,5 +1,7 @@
 """Lightning: Trainer and Fabric with the plugins, bitwise the same training by hand."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -129,6 +131,19 @@ def test_fabric_advances_each_module_with_its_own_optimizer():
         fabric.backward(made(ROWS[:32]).square().mean())
         optimizer.step()
     assert [int(module[0].quantization_state.rounding[1]) for module in modules] == [2, 1]
+
+
+def test_fabric_advances_with_the_optimizer_that_replaces_another():
+    fabric = lightning.Fabric(accelerator="cpu", plugins=FabricHybridPrecision("nvfp4"))
+    module = Module().net
+    made = fabric.setup_module(module)
+    for steps in (1, 2):
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(module.parameters(), lr=0.1))
+        fabric.backward(made(ROWS[:32]).square().mean())
+        optimizer.step()
+        del optimizer
+        gc.collect()
+        assert int(module[0].quantization_state.rounding[1]) == steps
 
 
 def test_unknown_precision():
