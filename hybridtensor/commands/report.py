@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from hybridtensor.commands.common import add_json, print_json
@@ -30,7 +31,7 @@ def run(given: argparse.Namespace) -> int:
         recording = Recording.load(given.file)
         last = recording.samples[-1] if recording.samples else None
         scalars = {} if last is None else last.scalars()
-        numbers = {name: value if value == value else None for name, value in scalars.items()}
+        numbers = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
         print_json({"step": None if last is None else last.step, "numbers": numbers})
         return 0
     if not given.file.is_file():

@@ -1,6 +1,7 @@
 """``hybridtensor report`` writes the page of a recording."""
 
 import json
+import math
 
 import pytest
 from valid_calls import recording
@@ -21,6 +22,16 @@ def test_a_page_beside_the_file(tmp_path, capsys):
     numbers = json.loads(capsys.readouterr().out)
     assert numbers["step"] == 0
     assert numbers["numbers"]["<root>/output/cosine"] == found.samples[0].products[0].statistics["cosine"]
+
+
+def test_data_without_infinities(tmp_path, capsys):
+    """Faces without any error have an infinite ratio, which is no number of JSON."""
+    found = recording()
+    found.samples[0].products[0].statistics["sqnr"] = math.inf
+    found.save(tmp_path / "run.json")
+    assert main(["report", str(tmp_path / "run.json"), "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["numbers"]
+    assert numbers["<root>/output/sqnr"] is None
 
 
 @pytest.mark.parametrize("name", ["run.json", "."])
