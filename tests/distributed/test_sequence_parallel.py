@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
 import hybridtensor.distributed as our_styles
+from hybridtensor.distributed.sequence.sends import _gathers as gathers
 from hybridtensor.dtensor import local
 from hybridtensor.testing import saved_for_backward
 
@@ -530,6 +531,14 @@ def ways_to_call(rank):
         )
         results.append(parallelize_module(model, mesh, plan)[0](2.0, x=x))
     assert torch.equal(*results)
+
+
+def test_layouts_of_keywords_are_paired_by_name():
+    style = our_styles.PrepareModuleInput(
+        input_kwarg_layouts={"x": Shard(0), "scale": Replicate()},
+        desired_input_kwarg_layouts={"scale": Shard(0), "x": Replicate()},
+    )
+    assert gathers(style)
 
 
 def other_batches(rank):

@@ -54,12 +54,10 @@ def sends(module: nn.Module) -> list[Sent]:
 
 
 def _gathers(style: PrepareModuleInput) -> bool:
-    given = [*(style.input_layouts or ()), *style.input_kwarg_layouts.values()]
-    wanted = [*(style.desired_input_layouts or ()), *style.desired_input_kwarg_layouts.values()]
-    return any(
-        isinstance(a, Shard) and isinstance(b, Replicate)
-        for a, b in zip(given, wanted, strict=True)
-    )
+    pairs = [*zip(style.input_layouts or (), style.desired_input_layouts or (), strict=True)]
+    wanted = style.desired_input_kwarg_layouts
+    pairs += [(given, wanted.get(name)) for name, given in style.input_kwarg_layouts.items()]
+    return any(isinstance(a, Shard) and isinstance(b, Replicate) for a, b in pairs)
 
 
 _ANY = 1 << 20  # tokens that no block cuts
