@@ -105,7 +105,7 @@ class CostTable:
 
     def __post_init__(self) -> None:
         require_text("CostTable", name=self.name, device=self.device)
-        require_choice("CostTable", "origin", self.how, ("measured", "published"))
+        require_choice("CostTable", "how", self.how, ("measured", "published"))
         require_flag("CostTable", counts_casts=self.counts_casts)
         for row in require_items("CostTable", "a list of rows", self.rows):
             require_kind("CostTable", "a Row", row, Row)

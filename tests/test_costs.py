@@ -87,6 +87,11 @@ def test_an_own_table_is_used():
         own.cost(formats("nvfp4"))
 
 
+def test_an_unknown_origin_names_the_argument():
+    with pytest.raises(ValueError, match="CostTable: unknown how 'guessed'"):
+        costs.CostTable("own", "cpu", "guessed", True, ())
+
+
 def test_a_table_is_measured(device):
     found = costs.measure(device, tokens=128, out_features=128, in_features=256, repeats=2)
     assert [row.word for row in found.rows] == list(costs.KNOWN)
