@@ -181,4 +181,5 @@ def root_folder(directory: str | os.PathLike[str], step: int | None) -> Path:
 def has_steps(directory: Path) -> bool:
     """Return whether a folder is, or has in it, one that is named like a step, or like one that was being replaced."""
     inside = directory.iterdir() if directory.is_dir() else ()
-    return any(STEP.match(path.name.removeprefix(".")) for path in (directory, *inside))
+    own = Path(os.path.abspath(directory))  # "." has no name
+    return any(STEP.match(path.name.removeprefix(".")) for path in (own, *inside))

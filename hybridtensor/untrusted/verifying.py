@@ -120,8 +120,9 @@ def verify(directory: str | os.PathLike[str]) -> Verified:
     root = root_folder(directory, None)
     found = steps(root)
     if not found:
+        own = Path(os.path.abspath(root))  # "." has no name
         found = {
-            number: path for number, path in steps(root.parent).items() if path.name == root.name
+            number: path for number, path in steps(own.parent).items() if path.name == own.name
         }
     return Verified(
         {number: problems(path, number) or _unreadable(path) for number, path in found.items()}

@@ -40,6 +40,13 @@ def test_tells_what_is_good_and_what_is_not(command, run, capsys):
     assert "SHA-256" in wrong[0]
 
 
+@pytest.mark.parametrize("folder", [".", "../step_00000002"])
+def test_a_step_from_within(folder, run, monkeypatch, capsys):
+    monkeypatch.chdir(run / "step_00000002")
+    assert main(["verify", folder]) == 0
+    assert capsys.readouterr().out == "step 2: good\n"
+
+
 def test_no_checkpoint_is_2(tmp_path, capsys):
     assert main(["verify", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"{tmp_path}: no checkpoint\n"
