@@ -14,6 +14,7 @@ from inference_models import BF16_VALUES, FAMILIES, WEIGHTS, recipe, values_of
 from readers import read
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 from transformers import AutoModelForCausalLM
 
 import hybridtensor as ht
@@ -387,3 +388,17 @@ def test_compiled_models_have_the_names_of_what_they_compile():
     made = ht.quantize_(plain, "mxfp8")
     compiled = torch.compile(made)
     assert [n for n, _ in ht.inference_tensors(compiled)] == [n for n, _ in ht.inference_tensors(made)]
+
+
+def test_weights_that_quantize_did_not_make_are_refused():
+    made = [parametrizations.weight_norm(nn.Linear(64, 64)), nn.Linear(64, 64)]
+    model = ht.quantize_(nn.Sequential(*made), "fp8")
+    for got in ("one that a parametrization computes; call remove_parametrizations", "a Parameter that took its place"):
+        with pytest.raises(ValueError, match=rf"0\.weight: a weight that quantize_ made is required, got {got}"):
+            ht.inference_tensors(model)
+        if parametrize.is_parametrized(model[0]):
+            parametrize.remove_parametrizations(model[0], "weight")
+    ht.quantize_(model, "fp8")
+    assert {"0.weight", "0.weight_scale"} <= dict(ht.inference_tensors(model)).keys()
+    model[0].weight = nn.Parameter(torch.ones(64, 64))
+    assert "0.weight_scale" not in dict(ht.inference_tensors(ht.set_config_(model, "bf16")))

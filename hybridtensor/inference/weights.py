@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 
 from hybridtensor.distributed.checkpoint.plain import named_buffers, named_parameters
 from hybridtensor.distributed.fsdp.hooks import part_of
@@ -123,6 +124,7 @@ def exported(who: str, model: nn.Module, layout: str) -> list[Exported]:
     """
     _let_go(model)
     _check_adapters(who, model)
+    _check_converted(who, model)
     # By what is stored: two layers with a tied weight are one tensor in a checkpoint, under its
     # first name.
     layers = {id(_held(layer.weight)): layer for layer in layers_of(model)}
@@ -177,6 +179,22 @@ def _check_adapters(who: str, model: nn.Module) -> None:
             raise ValueError(
                 f"{who}: layers without adapters are required, got {name} with one; call merge_and_unload() first"
             )
+
+
+def _check_converted(who: str, model: nn.Module) -> None:
+    """Raise ValueError where a layer quantizes a tensor that is no weight of its own: its values would be exported."""
+    for layer in layers_of(model):
+        if layer.recipe is None or layer.recipe.config.weight.rowwise_format.is_identity:
+            continue
+        if parametrize.is_parametrized(layer.module, layer.parameter):
+            got = "one that a parametrization computes; call remove_parametrizations, and quantize_ again"
+        elif not is_converted(part_of(layer.weight)):
+            got = f"a {type(layer.weight).__name__} that took its place; call quantize_ again"
+        else:
+            continue
+        raise ValueError(
+            f"{who}: {layer.parameter_name}: a weight that quantize_ made is required, got {got}"
+        )
 
 
 def _check_experts(who: str, found: list[Exported]) -> None:
