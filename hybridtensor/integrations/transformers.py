@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +18,7 @@ from hybridtensor.arguments import require_items, require_kind, require_text, sh
 from hybridtensor.convert import quantize_
 from hybridtensor.recipes import from_name
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.state import STATE
+from hybridtensor.state import STATE, LayerState
 from hybridtensor.state.step import step_
 from hybridtensor.state.training import layer_states
 from hybridtensor.torchao_compat import FqnToConfig, config_from_dict, config_to_dict
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 METHOD = "hybridtensor"
 _STATE_FILE = f"{STATE}.safetensors"  # beside adapters
+_WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class HasScalars(Protocol):
@@ -229,9 +230,23 @@ class StepCallback(TrainerCallback):
 
 def _state_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the state of recipes by its names in the model's state dict."""
-    if not layer_states(model):
-        return {}
-    return {name: value.contiguous() for name, value in model.state_dict().items() if STATE in name}
+    # Not by the model's own ``state_dict``: rank 0 alone comes here, while FullyShardedDataParallel would gather all
+    # parameters from all ranks.
+    found: dict[str, Tensor] = {}
+    for prefix, state in _named_states(model):
+        found |= state.state_dict(prefix=prefix)
+    return {name: value.contiguous() for name, value in found.items()}
+
+
+def _named_states(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, LayerState]]:
+    """Yield each layer's state, with what its entries in the model's state dict begin with."""
+    for name, child in module._modules.items():
+        # wrappers of torch whose names state dicts leave out
+        inner = prefix if name in _WRAPPED else f"{prefix}{name}."
+        if isinstance(child, LayerState):
+            yield inner, child
+        elif child is not None:
+            yield from _named_states(child, inner)
 
 
 def _is_fresh(model: nn.Module) -> bool:

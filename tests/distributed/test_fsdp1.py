@@ -1,12 +1,15 @@
 """FullyShardedDataParallel, FSDP2's predecessor: works on flat parameters, and says where it does not."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from experts import Experts, offsets
 from processes import here
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import hybridtensor as ht
@@ -67,3 +70,26 @@ def original_parameters(rank):
 
 def test_original_parameters_are_refused_when_wrapped(two):
     two.run(original_parameters)
+
+
+def saves_state_alone(rank, folder):
+    from hybridtensor.integrations.transformers import StepCallback
+
+    net = shard(nn.Sequential(model("fp8_delayed"), checkpoint_wrapper(model("nvfp4"))), rank)
+    checkpoint = folder / "checkpoint-1"
+    checkpoint.mkdir(exist_ok=True)
+    if rank == 0:  # Trainer asks every rank, of which one saves
+        state = SimpleNamespace(global_step=1, is_world_process_zero=True)
+        StepCallback().on_save(SimpleNamespace(output_dir=folder), state, None, model=net)
+        saved = load_file(checkpoint / "quantization_state.safetensors")
+    torch.distributed.barrier()
+    expected = {name: value for name, value in net.state_dict().items() if "quantization_state" in name}
+    if rank == 0:
+        assert saved.keys() == expected.keys()
+        assert all(torch.equal(saved[name], value.cpu()) for name, value in expected.items())
+
+
+def test_the_callback_of_transformers_saves_state_on_one_rank(two, tmp_path):
+    """Without gathering parameters, for which it would wait forever."""
+    pytest.importorskip("transformers", reason="needs transformers: make test-integrations")
+    two.run(saves_state_alone, tmp_path)
