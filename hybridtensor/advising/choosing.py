@@ -29,11 +29,9 @@ def frontier(options: Sequence[FormatOption]) -> list[FormatOption]:
     """Return the lower convex hull of cost and error, cheapest first."""
     hull: list[FormatOption] = []
     for option in sorted(options, key=lambda one: (one.cost, one.error)):
-        if hull and option.error >= hull[-1].error:
+        if hull and option.error >= hull[-1].error:  # as of all others of equal cost
             continue
         while len(hull) > 1 and _gain(hull[-2], option) >= _gain(hull[-2], hull[-1]):
-            hull.pop()
-        if hull and option.cost == hull[-1].cost:
             hull.pop()
         hull.append(option)
     return hull
