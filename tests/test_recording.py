@@ -11,6 +11,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
+from hybridtensor.state import recording
 from hybridtensor.state.training import layer_states
 from hybridtensor.testing import random_tensor
 
@@ -274,6 +275,19 @@ def test_an_amax_that_is_not_finite_raises(compiled):
     net.zero_grad()
     train(net, run), train(expected)
     assert_same(net, expected)
+
+
+def test_an_amax_that_is_not_finite_raises_after_the_recipe_has_changed(monkeypatch):
+    """On a GPU the host looks in a later step: it names the scales that there were."""
+    net, arrived = model(), []
+    monkeypatch.setattr(recording, "on_host", lambda flags: (flags, lambda: bool(arrived)))
+    (net(x_of()) * torch.inf).sum().backward()
+    ht.step_(net)
+    ht.set_config_(net, "fp8_delayed/bf16/bf16")
+    arrived.append(True)
+    net(x_of()).sum().backward()
+    with pytest.raises(RuntimeError, match=r"step_: the amaxes of layer 2 \(grad_output\) are not finite"):
+        ht.step_(net)
 
 
 def test_bad_input():

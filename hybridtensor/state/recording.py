@@ -11,7 +11,7 @@ from hybridtensor.arguments import require_module
 from hybridtensor.ops.library import is_captured
 from hybridtensor.printed import some
 from hybridtensor.state.layer import LayerState
-from hybridtensor.state.training import layer_states, on_host, training_of
+from hybridtensor.state.training import StateSlots, layer_states, on_host, training_of
 
 
 class without_recording:  # noqa: N801  (used as a context)
@@ -70,7 +70,8 @@ def require_finite(model: nn.Module, states: Sequence[LayerState], amaxes: Tenso
     if is_captured():
         return
     pending = training_of(model).finite
-    pending.append((states, *on_host(amaxes.isfinite())))
+    slots = [(state, state.slots) for state in states]  # a recipe may be set before the host looks
+    pending.append((slots, *on_host(amaxes.isfinite())))
     while pending and pending[0][2]():
         of_states, flags, _ = pending.pop(0)
         if not bool(flags.all()):
@@ -82,8 +83,8 @@ def require_finite(model: nn.Module, states: Sequence[LayerState], amaxes: Tenso
             )
 
 
-def _not_finite(states: Sequence[LayerState], finite: Tensor) -> str:
-    slots = [(state, slot) for state in states for slot in state.slots]
+def _not_finite(of_states: StateSlots, finite: Tensor) -> str:
+    slots = [(state, slot) for state, of_state in of_states for slot in of_state]
     pairs = zip(slots, finite.tolist(), strict=True)
     names = [f"{_named(state)} ({slot})" for (state, slot), fine in pairs if not fine]
     return some(names, 8, ", ")

@@ -26,6 +26,8 @@ callbacks_of_every_model: list[Callback] = []
 callbacks_of_optimizers: list[Callable[[Optimizer, list[nn.Module]], None]] = []
 """Called after each step of an optimizer, with the models that are known to have parameters of it."""
 Group = dist.ProcessGroup | None
+StateSlots = Sequence[tuple[LayerState, tuple[str, ...]]]
+"""States with the names of their delayed scales."""
 Pending = list[tuple[Sequence[LayerState], Tensor, Callable[[], bool]]]
 """Flags of layers on their way to the host, the oldest first: each with whether they have arrived."""
 
@@ -45,7 +47,7 @@ class Training:
         self.is_compared = False
         self.scales: dict[Group, list[tuple[str, int]]] = {}
         self.step_counts: tuple[Tensor, Callable[[], bool], Group] | None = None
-        self.finite: Pending = []
+        self.finite: list[tuple[StateSlots, Tensor, Callable[[], bool]]] = []
         self.siblings: Pending = []
         self.lost = LostStates()
         self._taken: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
