@@ -3,7 +3,6 @@
 Oracle for the update rule: a transcription, scalar by scalar, of TransformerEngine's delayed-scaling kernel in numpy.
 """
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -416,11 +415,12 @@ class TestDelayedScaling:
     @pytest.mark.parametrize("has_memory", [False, True])
     def test_what_to_empty_allocates_trains_as_what_was_made_directly(self, recipe, device, has_memory):
         expected = model(recipe, device=device)
-        with contextlib.nullcontext() if has_memory else torch.device("meta"):
-            net = model(recipe, device=device if has_memory else "meta")
         if has_memory:
-            train_once(net)
+            net = train_once(model(recipe)).to(device)
             net.zero_grad()
+        else:
+            with torch.device("meta"):
+                net = model(recipe, device="meta")
         filled = torch.utils.deterministic.fill_uninitialized_memory
         assert filled  # so that torch fills new memory with NaN where it is asked to be deterministic
         torch.use_deterministic_algorithms(True)
