@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 
 from hybridtensor.arguments import require_kind
 from hybridtensor.convert import quantize_
-from hybridtensor.selection import Recipe
+from hybridtensor.selection import Recipe, choose
 from hybridtensor.state.step import step_after
-from hybridtensor.state.training import layer_states
 
 
 def prepare(
@@ -49,13 +48,15 @@ def prepare(
         raise ValueError(
             f"prepare: one model is required, got {len(models)}; prepare each with its own optimizers"
         )
-    quantize_(models[0], recipe, keep_bf16=keep_bf16)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if getattr(plugin, "cpu_ram_efficient_loading", False) and layer_states(models[0]):
+    plan = choose(models[0], recipe, keep_bf16=keep_bf16)
+    has_state = any(config.delayed_rules() or config.stochastic_roles for _, config in plan)
+    if getattr(plugin, "cpu_ram_efficient_loading", False) and has_state:
         raise NotImplementedError(
             "prepare: cpu_ram_efficient_loading=False is required for recipes with state, got True; "
             "Accelerate takes every buffer for a part of a sharded parameter there"
         )
+    quantize_(models[0], recipe, keep_bf16=keep_bf16)
     prepared = accelerator.prepare(*objects)
     everything = (prepared,) if len(objects) == 1 else prepared
     # Accelerate wraps an optimizer in one that is asked to step for every microbatch: the inner one counts.
