@@ -242,6 +242,8 @@ class _Offload:
         storage = tensor.untyped_storage()
         if tensor.device not in group.devices or storage.nbytes() < max(1, self.min_bytes):
             return tensor
+        if tensor.is_conj() or tensor.is_neg():  # lazily: the bytes are not its values
+            return tensor
         if storage.data_ptr() in group.held:
             return tensor
         # The private ``_cdata`` numbers storages: ``data_ptr`` may be that of another one by now,

@@ -287,3 +287,27 @@ def test_contexts_follow_each_other_and_are_not_nested():
 def test_bad_input(arguments, options, error, message):
     with pytest.raises(error, match=message), offload_activations(arguments, **options):
         pass
+
+
+class Rotated(nn.Module):
+    """Saves a conjugate that is not computed before it is read, and its imaginary part."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        z = torch.view_as_complex(self.up(x).unflatten(-1, (-1, 2)))
+        conjugate = (z * 1j).conj()
+        return torch.view_as_real(z * conjugate).flatten(-2) * conjugate.imag.repeat(1, 2)
+
+
+def test_conjugates_stay_conjugates():
+    torch.manual_seed(0)
+    model = nn.Sequential(Rotated(), Rotated())
+    x = torch.randn(TOKENS, WIDTH)
+    expected = torch.autograd.grad(model(x).sum(), [*model.parameters()])
+    with offload_activations(model, keep_last=0):
+        loss = model(x).sum()
+    found = torch.autograd.grad(loss, [*model.parameters()])
+    assert all(map(torch.equal, found, expected))
