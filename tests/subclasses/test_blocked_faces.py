@@ -157,3 +157,27 @@ def test_a_face_without_elements_of_its_own_is_refused():
     for face in (ops.high_precision(x), ops.columnwise_of(row, torch.bfloat16)):
         with pytest.raises(ValueError, match="a face with elements and scales of its own is required, got one in"):
             QuantizedTensor(face, -1, torch.bfloat16, x.shape)
+
+
+NO_MOVES = {
+    "transpose": lambda x: x.transpose(0, x.dim()),
+    "permute": lambda x: x.permute(1, x.dim()),
+    "permute, twice": lambda x: x.permute(0, 0),
+    "permute, too few": lambda x: x.permute(0),
+    "slice": lambda x: torch.ops.aten.slice.Tensor(x, x.dim(), 0, 128),
+    "split": lambda x: x.split(128, x.dim()),
+    "split, negative": lambda x: x.split(-1),
+    "split into nothing": lambda x: x.split(0),
+    "split, too few": lambda x: x.split([128]),
+    "split, too many": lambda x: x.split([128, 256]),
+    "split, one negative": lambda x: x.split([256, -128, 128]),
+    "unbind": lambda x: x.view(2, 128, 384).unbind(3),
+}
+
+
+@pytest.mark.parametrize("move", NO_MOVES)
+def test_what_is_no_move_of_plain_tensors_raises(move):
+    x = random_tensor(*SHAPE)
+    for each in (x, QUANTIZERS["mxfp8"].quantize(x)):
+        with pytest.raises((IndexError, RuntimeError, ValueError)):
+            NO_MOVES[move](each)

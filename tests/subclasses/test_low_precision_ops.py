@@ -378,3 +378,10 @@ def test_the_matrices_of_a_stack(op, name):
             wrong()
     with pytest.raises(IndexError):
         stack[2]
+
+
+def test_permute_transposes_the_matrices_of_a_stack():
+    stack = QUANTIZERS["row"].quantize(random_tensor(12, 8).view(2, 6, 8), context=Context("weight", groups=Groups(2)))
+    assert torch.equal(stack.permute(0, -1, 1), stack.transpose(1, 2))
+    with pytest.raises(NotImplementedError, match=r"can be transposed, got dimensions \{0, 1\}"):
+        stack.permute(1, 0, 2)

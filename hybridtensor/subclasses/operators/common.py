@@ -88,13 +88,23 @@ def bound(args: Args, kwargs: Kwargs, *names_and_defaults: tuple[str, object]) -
     return [given.get(name, default) for name, default in names_and_defaults]
 
 
+def _dim_of(x: Tensor, dim: int) -> int:
+    """Return a dimension counted from the first; raise IndexError if the tensor does not have it."""
+    if not -x.dim() <= dim < x.dim():
+        raise IndexError(
+            f"{type(x).__name__}: a dimension from {-x.dim()} to {x.dim() - 1} is required, got {dim}; pass one that "
+            f"{tuple(x.shape)} has"
+        )
+    return dim % x.dim()
+
+
 def slice_bounds(args: Args, kwargs: Kwargs) -> tuple[int, int, int, int]:
     """Normalize the operands of ``aten.slice`` to ``(dim, start, stop, step)``, in range."""
     dim, start, stop, step = bound(
         args, kwargs, ("dim", 0), ("start", None), ("end", None), ("step", 1)
     )
     shape = args[0].shape
-    dim = dim % len(shape)
+    dim = _dim_of(args[0], dim)
     start, stop, step = slice(start, sys.maxsize if stop is None else stop, step).indices(
         shape[dim]
     )
@@ -161,8 +171,9 @@ def _register_slicing(table: OpTable, slice_: SliceAlong[W]) -> None:
         name = "split_size" if func is aten.split.Tensor else "split_sizes"
         sizes, dim = bound(args, kwargs, (name, None), ("dim", 0))
         x = args[0]
-        dim = dim % x.dim()
+        dim = _dim_of(x, dim)
         extent = x.shape[dim]
+        _require_parts(x, sizes, extent)
         # fully_shard splits a parameter into parts of one size: this is the moment to refuse it
         if (
             isinstance(x, torch.nn.Parameter)
@@ -176,6 +187,19 @@ def _register_slicing(table: OpTable, slice_: SliceAlong[W]) -> None:
             )
         ends = list(itertools.accumulate(sizes))
         return [slice_(x, dim, end - size, end, 1) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _require_parts(x: Tensor, sizes: int | list[int], extent: int) -> None:
+    """Raise ValueError unless ``sizes``, of all parts or of each, make up ``extent``."""
+    if isinstance(sizes, int):
+        fits = sizes > 0 or sizes == extent == 0
+    else:
+        fits = sum(sizes) == extent and all(size >= 0 for size in sizes)
+    if not fits:
+        raise ValueError(
+            f"split: parts that make up {extent} are required, got {sizes} of {tuple(x.shape)}; pass one positive "
+            "size, or sizes of that sum"
+        )
 
 
 def _register_selecting(table: OpTable, select: Select[W]) -> None:
@@ -197,7 +221,7 @@ def _register_selecting(table: OpTable, select: Select[W]) -> None:
 
 def _require_stack(x: Tensor, dim: int) -> int:
     """Return the number of matrices of a stack cut along ``dim``; raise NotImplementedError for anything else."""
-    if dim % x.dim() or not getattr(x, "is_stack", False):
+    if _dim_of(x, dim) or not getattr(x, "is_stack", False):
         raise NotImplementedError(
             f"select: only the matrices of a stack can be selected, got dimension {dim} of {x!r}; "
             "dequantize first"
@@ -210,13 +234,19 @@ def _register_transposing(table: OpTable) -> None:
 
     @table.register(aten.transpose.int)
     def _transpose(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-        dims = {dim % args[0].dim() for dim in args[1:3]}
+        dims = {_dim_of(args[0], dim) for dim in args[1:3]}
         return alias(args[0]) if len(dims) == 1 else _t(table, args[0], dims)
 
     @table.register(aten.permute.default)
     def _permute(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-        order = [dim % args[0].dim() for dim in args[1]]
-        return alias(args[0]) if order == sorted(order) else _t(table, args[0], set(order))
+        x = args[0]
+        order = [_dim_of(x, dim) for dim in args[1]]
+        if sorted(order) != list(range(x.dim())):
+            raise ValueError(
+                f"permute: each of {x.dim()} dimensions is required once, got {tuple(args[1])}; pass all of them"
+            )
+        moved = {dim for place, dim in enumerate(order) if dim != place}
+        return _t(table, x, moved) if moved else alias(x)
 
 
 def _t(table: OpTable, x: Tensor, dims: set[int]) -> Tensor:
