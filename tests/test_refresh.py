@@ -205,3 +205,24 @@ def test_under_inference_mode(device):
         h = quantizer.quantize(values(device, 1))
         quantizer.update_(h, values(device, 2))
     assert all(same_bits(a, b) for a, b in zip(tensors(h), tensors(quantizer.quantize(values(device, 2))), strict=True))
+
+
+def test_a_refused_copy_leaves_every_byte():
+    """A row has a scale of its own, and the columns' scales are those of all rows."""
+    first, second = (QUANTIZERS["row"].quantize(random_tensor(64, 32, seed=seed)) for seed in (1, 2))
+    kept = [(t, t.clone()) for t in tensors(first)]
+    with pytest.raises(ValueError, match="a slice through a scale group"):
+        first[:32].copy_(second[:32])
+    assert all(torch.equal(t.view(torch.uint8), before.view(torch.uint8)) for t, before in kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_a_persistent_weight_copies_from_every_dtype(dtype):
+    layer = ht.quantize_(nn.Sequential(nn.Linear(32, 32)), "fp8", persistent=True)[0]
+    values = (random_tensor(32, 32) * 8).to(dtype)
+    with torch.no_grad():
+        layer.weight.copy_(values)
+        found = layer.weight.dequantize()
+        layer.weight.copy_(values.float())
+    assert found.any()
+    assert torch.equal(found, layer.weight.dequantize())

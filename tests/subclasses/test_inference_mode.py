@@ -98,3 +98,10 @@ def test_models_that_are_made_in_it_run(how, recipe):
         outside = net(x)
         for got in (*inside, outside):
             assert torch.equal(got, expected(x))
+
+
+@torch.inference_mode()
+def test_linear_takes_inputs_whose_tokens_are_apart():
+    weight = ht.Float8Quantizer().quantize(random_tensor(64, 128))
+    x = random_tensor(4, 6, 128).transpose(0, 1)
+    assert torch.equal(F.linear(x, weight), F.linear(x.contiguous(), weight))

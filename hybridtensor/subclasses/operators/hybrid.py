@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from hybridtensor.arguments import HIGH_PRECISION
 from hybridtensor.subclasses.high_precision import whole
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor, is_of
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
@@ -20,6 +21,8 @@ from hybridtensor.subclasses.operators.common import (
     register_common,
 )
 from hybridtensor.subclasses.operators.matmul import register_matmul, require_reader
+from hybridtensor.subclasses.operators.quantized import check_copy
+from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
 from hybridtensor.subclasses.quantizing import mark_overwritten, refresh_, take_values_
 from hybridtensor.subclasses.structure import flatten
 from hybridtensor.subclasses.wrapper import WrapperTensor
@@ -138,6 +141,7 @@ def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         dst.copy_(src.dequantize(dst.dtype), non_blocking=non_blocking)
         return dst
     if isinstance(src, HybridTensor) and _same_kind(dst, src):
+        _check_copy(dst, src)
         # A model may be loaded after its optimizer: faces that its masters gave already stay what these give.
         unchanged = dst.high_precision.loaded and bool(_equal(aten.equal.default, (dst, src), {}))
         for name in dst.inner_names:
@@ -149,7 +153,9 @@ def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         dst.high_precision.mark_copied(src.dequantize, dst.taken, known=known, unchanged=unchanged)
         return dst
     values = src.dequantize() if isinstance(src, WrapperTensor) else src
-    return requantize_(dst, values.to(dst.device).expand(dst.shape))
+    # What casts do not read, float64 and integers, fp32 holds as well as the faces can
+    dtype = values.dtype if values.dtype in HIGH_PRECISION else torch.float32
+    return requantize_(dst, values.to(dst.device, dtype).expand(dst.shape))
 
 
 def _same_kind(dst: HybridTensor, src: HybridTensor) -> bool:
@@ -159,6 +165,15 @@ def _same_kind(dst: HybridTensor, src: HybridTensor) -> bool:
         if mine is not None and (theirs is None or _kind(mine) != _kind(theirs)):
             return False
     return dst.shape == src.shape
+
+
+def _check_copy(dst: HybridTensor, src: HybridTensor) -> None:
+    """Raise ValueError before any face is written if one cannot be."""
+    for name in dst.inner_names:
+        faces = getattr(dst, name), getattr(src, name)
+        mine, theirs = (face.source if isinstance(face, IdentityTensor) else face for face in faces)
+        if isinstance(mine, QuantizedTensor) and isinstance(theirs, QuantizedTensor):
+            check_copy(mine, theirs)
 
 
 def _kind(face: Tensor) -> tuple[object, ...]:

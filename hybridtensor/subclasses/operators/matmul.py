@@ -132,7 +132,7 @@ def _linear(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Handle ``aten.linear``, which inference mode does not decompose."""
     x, weight = args[:2]
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
-    out = mm(x.view(-1, x.shape[-1]) if x.dim() != 2 else x, weight.t(), bias, "linear")
+    out = mm(x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x, weight.t(), bias, "linear")
     return out.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -231,8 +231,15 @@ def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def copy_face_(dst: QuantizedTensor, src: QuantizedTensor, *, non_blocking: bool = False) -> None:
-    """Overwrite ``dst`` with ``src``; raise ValueError if formats or shapes differ, or a shared scale group would
-    change."""
+    """Overwrite ``dst`` with ``src``; raise ValueError as ``check_copy``."""
+    check_copy(dst, src)
+    for name in dst.inner_names:
+        if getattr(dst, name) is not None:
+            getattr(dst, name).copy_(getattr(src, name), non_blocking=non_blocking)
+
+
+def check_copy(dst: QuantizedTensor, src: QuantizedTensor) -> None:
+    """Raise ValueError if formats or shapes differ, or a shared scale group would change."""
     mine, theirs = (
         (dst.format, dst.axis, dst.matrix_shape),
         (src.format, src.axis, src.matrix_shape),
@@ -246,9 +253,6 @@ def copy_face_(dst: QuantizedTensor, src: QuantizedTensor, *, non_blocking: bool
             f"copy_: {dst!r} is a slice through a scale group, and its new scale would change the rest of the group; "
             "write the whole tensor"
         )
-    for name in dst.inner_names:
-        if getattr(dst, name) is not None:
-            getattr(dst, name).copy_(getattr(src, name), non_blocking=non_blocking)
 
 
 def _shared_scales_equal(dst: QuantizedTensor, src: QuantizedTensor) -> bool:
