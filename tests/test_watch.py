@@ -400,3 +400,20 @@ def test_stretches_reach_every_place(extent, most):
     firsts = [Call(None, turn).stretch(extent, most)[0] for turn in range(places)]
     assert sorted(firsts) == [128 * i for i in range(places)]
     assert all(first + most <= extent for first in firsts) or extent <= most
+
+
+def test_a_loss_is_what_it_was_when_it_was_noted():
+    """Loops add up losses in place, and replays of CUDA graphs write each into the memory of the last."""
+    total = torch.zeros(())
+    with ht.watch(ht.quantize_(nn.Sequential(nn.Linear(32, 32)), "fp8")) as watched:
+        for step in range(3):
+            total.fill_(step)
+            watched.note(total, step=step)
+    assert watched.recording().losses == ((0, 0.0), (1, 1.0), (2, 2.0))
+
+
+def test_losses_of_several_devices_are_recorded():
+    with ht.watch(ht.quantize_(nn.Sequential(nn.Linear(32, 32)), "fp8")) as watched:
+        watched.note(1.0)
+        for _ in range(2048):
+            watched.note(torch.ones((), device="meta"))

@@ -187,7 +187,11 @@ class watch(Printed):  # noqa: N801  (used as a function)
             raise ValueError(
                 f"watch: a loss of one number is required, got shape {tuple(value.shape)}"
             )
-        self._losses.append((self.steps if step is None else step, value.reshape(()).float()))
+        if self._losses and self._losses[-1][1].device != value.device:
+            self._pack_losses()
+        # A copy: loops add up losses in place, and each replay of a CUDA graph writes into the same memory
+        value = value.reshape(()).to(torch.float32, copy=True)
+        self._losses.append((self.steps if step is None else step, value))
         if len(self._losses) >= _LOSSES:
             self._pack_losses()
 
