@@ -230,12 +230,12 @@ class WrapperTensor(Tensor):
             )
         with torch.no_grad():
             new = self.clone()
+        memo[id(self)] = new  # before attributes, which may refer to this tensor
         new.requires_grad_(self.requires_grad)
         # A copy of a parameter has no gradient: ``nn.Parameter.__deepcopy__``, which this one replaces, copies none.
         if self.grad is not None and not isinstance(self, nn.Parameter):
             new.grad = copy.deepcopy(self.grad, memo)
         new._take_attributes(copy.deepcopy(self._user_attributes(), memo))
-        memo[id(self)] = new
         return new
 
     # -- what a tensor without storage cannot do by inheritance

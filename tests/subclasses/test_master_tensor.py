@@ -425,3 +425,12 @@ def test_another_thread_may_free_faces_while_a_forward_ends():
     for use in (cache.faces, lambda: cache.end_forward("auto", ForwardUse(True, True))):
         cache._views.update({place: Clearing() for place in range(3)})
         use()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_deepcopy_of_weights_that_name_each_other(persistent):
+    model = ht.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), "fp8", persistent=persistent)
+    model[0].weight.sibling, model[1].weight.sibling = model[1].weight, model[0].weight
+    made = copy.deepcopy(model)
+    assert made[0].weight.sibling is made[1].weight
+    assert made[1].weight.sibling is made[0].weight
