@@ -305,3 +305,10 @@ def test_odd_values_of_a_recording_make_a_page_or_one_error(name, tmp_path):
         return
     assert not Page(ht.report(saved, page, beside=saved)).open
     assert not re.search("(?<![a-z])(nan|inf)(?![a-z])", page.read_text())
+
+
+def test_losses_that_are_not_finite_were_noted(tmp_path):
+    run = dataclasses.replace(recording(note=False).recording(), losses=((0, math.nan), (1, 2.0)))
+    shown = " ".join(Page(ht.report(run, tmp_path / "page.html")).texts)
+    assert "fewer than two are finite" in shown
+    assert "No losses were noted" not in shown

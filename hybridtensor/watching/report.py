@@ -230,6 +230,8 @@ def _alarms(recording: Recording) -> str:
 
 def _loss(recording: Recording) -> str:
     points = [(step, loss) for step, loss in recording.losses if math.isfinite(loss)]
+    if len(points) < 2 <= len(recording.losses):
+        return "<p class=quiet>Of the losses that were noted, fewer than two are finite.</p>"
     if len(points) < 2:
         return "<p class=quiet>No losses were noted: call watched.note(loss) in the loop.</p>"
     width, height, left, bottom = 1000, 180, 60, 24
