@@ -242,7 +242,8 @@ class _Offload:
         storage = tensor.untyped_storage()
         if tensor.device not in group.devices or storage.nbytes() < max(1, self.min_bytes):
             return tensor
-        if tensor.is_conj() or tensor.is_neg():  # lazily: the bytes are not its values
+        # Lazily conjugate or negative: the bytes are not its values. Nested: it has no shape.
+        if tensor.is_conj() or tensor.is_neg() or tensor.is_nested:
             return tensor
         if storage.data_ptr() in group.held:
             return tensor

@@ -1,5 +1,6 @@
 """What blocks save travels to the host and back: how many bytes, how often, when it is given back; no bit changes."""
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -310,4 +311,17 @@ def test_conjugates_stay_conjugates():
     with offload_activations(model, keep_last=0):
         loss = model(x).sum()
     found = torch.autograd.grad(loss, [*model.parameters()])
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_stay_on_the_device():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    x = torch.nested.nested_tensor([torch.randn(33, 64), torch.randn(20, 64)])
+    losses = []
+    for blocks in ([], list(model)):
+        with offload_activations(blocks, keep_last=0) if blocks else contextlib.nullcontext():
+            losses.append(sum(part.square().sum() for part in model(x).unbind()))
+    expected, found = (torch.autograd.grad(loss, [*model.parameters()]) for loss in losses)
     assert all(map(torch.equal, found, expected))
