@@ -70,7 +70,7 @@ def groups_of(model: nn.Module) -> list[Group]:
 
 
 def _wrappers(model: nn.Module) -> list[DistributedDataParallel]:
-    """Return what wraps a model, or the module that a model is a part of, for data-parallel training."""
+    """Return the wrappers of a model, or of a module that it is a part of, for data-parallel training."""
     own = {id(parameter) for parameter in model.parameters()}
     # Nothing says to a module that DistributedDataParallel wraps it; asked once for each model
     known = [one for one in gc.get_objects() if type(one) is DistributedDataParallel]
