@@ -32,26 +32,40 @@ def batch(step):
 class Block(nn.Module):
     """A norm, three layers that read what it returns, one that reads theirs, and a gated MLP."""
 
-    def __init__(self, fused):
+    def __init__(self):
         super().__init__()
-        self.fused, self.norm = fused, nn.Parameter(torch.ones(WIDTH))
+        self.norm = nn.Parameter(torch.ones(WIDTH))
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=i == 3) for i in range(4))
         self.gate, self.up = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
         self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x):
         x = x.to(self.norm.device)
-        y = ht.rms_norm(x, self.norm, 1e-5) if self.fused else F.rms_norm(x, (WIDTH,), self.norm, 1e-5)
+        y = self.normed(x)
         x = x + self.out(self.q(y) * self.k(y) + self.v(y))
-        if self.fused:
-            return x + self.down(ht.swiglu(self.gate(x), self.up(x)))
-        return x + self.down(F.relu(self.gate(x)) * self.up(x))
+        return x + self.down(self.activated(self.gate(x), self.up(x)))
+
+    def normed(self, x):
+        return F.rms_norm(x, (WIDTH,), self.norm, 1e-5)
+
+    def activated(self, gate, up):
+        return F.relu(gate) * up
+
+
+class Fused(Block):
+    """The same with the norm and the activation of this package."""
+
+    def normed(self, x):
+        return ht.rms_norm(x, self.norm, 1e-5)
+
+    def activated(self, gate, up):
+        return ht.swiglu(gate, up)
 
 
 class Routed(nn.Module):
     """Experts of tokens that are sorted."""
 
-    def __init__(self, fused):
+    def __init__(self):
         super().__init__()
         self.experts = Experts(4, WIDTH, WIDTH)
 
@@ -60,10 +74,10 @@ class Routed(nn.Module):
         return x + self.experts(x, torch.tensor([32, 32, 80, 96], dtype=torch.int32, device=x.device))
 
 
-def model_of(recipe, devices, kind=Block, fused=False, **options):
+def model_of(recipe, devices, kind=Block, **options):
     """Return two blocks for each device, with the same values wherever they are."""
     torch.manual_seed(0)
-    blocks = [kind(fused).to(devices[i // 2], torch.bfloat16) for i in range(4)]
+    blocks = [kind().to(devices[i // 2], torch.bfloat16) for i in range(4)]
     return ht.quantize_(nn.Sequential(*blocks), recipe, **options)
 
 
@@ -108,18 +122,11 @@ def test_every_recipe(recipe, devices):
 
 
 @TWO
+@pytest.mark.parametrize("kind", [Fused, Routed])
 @pytest.mark.parametrize("devices", [SPREAD, OTHER], ids=["spread", "other"])
 @pytest.mark.parametrize("recipe", FEW)
-def test_norms_and_activations_that_pass_faces(recipe, devices):
-    mine, theirs = (model_of(recipe, where, fused=True) for where in (devices, ONE))
-    assert_same(train(mine, devices), train(theirs, ONE))
-
-
-@TWO
-@pytest.mark.parametrize("devices", [SPREAD, OTHER], ids=["spread", "other"])
-@pytest.mark.parametrize("recipe", FEW)
-def test_experts(recipe, devices):
-    mine, theirs = (model_of(recipe, where, kind=Routed) for where in (devices, ONE))
+def test_fused_norms_and_activations_and_experts(recipe, devices, kind):
+    mine, theirs = (model_of(recipe, where, kind) for where in (devices, ONE))
     assert_same(train(mine, devices), train(theirs, ONE))
 
 
@@ -151,7 +158,7 @@ def test_compiled_by_block(recipe, devices):
 class Layers(nn.Sequential):
     """Layers with nothing that Inductor could round differently."""
 
-    def __init__(self, fused):
+    def __init__(self):
         super().__init__(nn.Linear(WIDTH, 256, bias=False), nn.ReLU(), nn.Linear(256, WIDTH, bias=False))
 
     def forward(self, x):

@@ -55,6 +55,20 @@ def casts(monkeypatch):
     return counts
 
 
+def test_casts_of_one_device_are_done_together():
+    """The meta device stands for another one, to which a weight moved after it was put into a bucket."""
+    net = ht.quantize_(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "fp8")
+    jobs, weights = weight_buckets._Jobs(), [layer.weight for layer in net]
+
+    def plans():
+        return [jobs.plans(w.context, torch.float32, w, rowwise=True, columnwise=True) for w in weights]
+
+    assert plans()[0] is plans()[1]
+    weights[1] = net[1].to("meta").weight
+    here, there = plans()
+    assert all(one is not other for one, other in zip(here, there, strict=True))
+
+
 def built(recipe, device="cpu", **kwargs):
     torch.manual_seed(0)
     model = Model().to(device, torch.bfloat16)

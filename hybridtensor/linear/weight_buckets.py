@@ -115,9 +115,9 @@ class _Job:
         weight.record.face_cache.store(weight.place, self._stamp, cached, stream_of(self.plain))
 
 
-Kind = tuple[CastPlan, CastPlan | None, int, torch.device]
-"""What casts that are done together have in common: the cast, what is measured before, or None, how many amaxes the
-cast records, in new memory, and the device."""
+Kind = tuple[CastPlan, CastPlan | None, int]
+"""What casts that are done together have in common: the cast on one device, what is measured before, or None, and how
+many amaxes the cast records, in new memory."""
 
 
 class _Jobs:
@@ -138,8 +138,8 @@ class _Jobs:
         """Return the cast plan and, if the rowwise face is made, the plan that measures."""
         state = context.state
         of_state = None if state is None else (state.slots, state.encode_scale is None)
-        # The recipe: that of a part of the model may be another one since the weights were put into a bucket. An id
-        # will do: the weights hold their recipes for as long as this lives. So may the device be.
+        # Recipe and device: those of a part of the model may be others since the weights were put into a bucket. An id
+        # of the recipe will do: the weights hold their recipes for as long as this lives.
         quantizer, device = weight.config.weight, weight.plain.device
         key = id(weight.config), of_state, dtype, rowwise, columnwise, context.values, device
         known = self._plans.get(key)
@@ -179,7 +179,7 @@ class _Jobs:
         state, records = context.state, 0
         if use.trained and plan.needs.delayed and state is not None and state.amax is not None:
             records = len(state.slots)
-        self._add(plan, measuring, records, _Job(weight, stamp, context, CachedFaces()))
+        self._add((plan, measuring, records), _Job(weight, stamp, context, CachedFaces()))
 
     def add_for_backward(self, weight: MasterWeight) -> None:
         """Add the cast of the next backward, unless its face is cached."""
@@ -201,16 +201,15 @@ class _Jobs:
             context = weight.context_of_products(context, dtype)
         plan, _ = self.plans(context, dtype, weight, False, True)
         if plan is not None and not (any(plan.measured) and cached.amaxes[1] is None):
-            self._add(plan, None, 0, _Job(weight, stamp, context, cached))
+            self._add((plan, None, 0), _Job(weight, stamp, context, cached))
 
-    def _add(self, plan: CastPlan, measuring: CastPlan | None, records: int, job: _Job) -> None:
-        kind = plan, measuring, records, job.plain.device
+    def _add(self, kind: Kind, job: _Job) -> None:
         self.found.setdefault((kind, job.cached.amax_record is None), []).append(job)
 
     def run(self) -> int:
         """Measure and cast the weights, one launch per kind, and cache the faces; return the number of elements."""
         total = 0
-        for ((plan, measuring, records, _), _), jobs in self.found.items():
+        for ((plan, measuring, records), _), jobs in self.found.items():
             plains = [job.plain for job in jobs]
             if measuring is not None:
                 # One launch for all weights: each cast by itself takes the host 25 us.

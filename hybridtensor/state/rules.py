@@ -46,9 +46,8 @@ class DelayedRule:
         """Return a history ``[length]`` with the amaxes of this rule's steps, from the scale and history of another."""
         kept, made = history[-self.history_length :], history.new_zeros(length)
         made[length - len(kept) :] = kept
-        if (
-            before.history_length == 1
-        ):  # such a history is always empty: the scale alone tells the last amax
+        if before.history_length == 1:
+            # Such a history is empty after each step: the scale alone tells of the last amax.
             made[-1] = torch.where(scale == 1, 0.0, before.target / scale)
         return made
 
