@@ -236,6 +236,49 @@ def test_faces_of_another_stream_are_made_again_and_columns_wait_for_none(casts,
     assert casts["cast"] == [2]  # columnwise faces of the two layers on this stream
 
 
+def test_no_stream_uses_faces_that_another_one_made(stream):
+    """Nor do exports."""
+    layer = ht.quantize_(nn.Linear(64, 64), "fp8")
+
+    def evaluate(on, times=1):
+        stream[0] = on
+        with torch.no_grad():
+            for _ in range(times):
+                layer(torch.ones(64, 64))
+        (face,) = layer.weight.record.face_cache.faces()
+        return face
+
+    here = evaluate(0, times=3)
+    assert evaluate(0) is here
+    there = evaluate(1)
+    assert there is not here
+    assert evaluate(1) is there
+    assert layer.weight.forward_face() is there
+    stream[0] = 0
+    assert layer.weight.forward_face() is not there
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="streams need a CUDA device")
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_block", "nvfp4"])
+def test_streams_that_do_not_wait_for_each_other(recipe):
+    """One stream is still busy with what comes before its cast when the next one uses the weight."""
+    layer = ht.quantize_(nn.Linear(256, 256, device="cuda"), recipe)
+    x = random_tensor(256, 256, device="cuda")
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    outputs = []
+    with torch.no_grad():
+        for busy, stream in zip((1, 1, 0), streams, strict=True):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(busy * 100_000_000)
+                layer(x)
+                outputs.append(layer(x))
+        torch.cuda.synchronize()
+        expected = layer(x)
+    assert all(torch.equal(output, expected) for output in outputs)
+
+
 def test_an_evaluation_before_the_backward_leaves_the_columns_together(casts):
     model, optimizer = built("fp8")
     train(model, optimizer, "cpu", steps=2)

@@ -191,7 +191,7 @@ class _Jobs:
         cached = faces.current(weight.place, stamp)
         if cached is None or cached.column is not None or weight.source is not plain:
             return
-        if faces.used_on != stream_of(plain):
+        if faces.stream != stream_of(plain):
             return  # this stream does not wait for what that forward measured
         if config.keep_faces == "never":
             return

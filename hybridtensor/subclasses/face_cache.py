@@ -73,10 +73,11 @@ class FaceCache:
 
     Forwards of training count, but for those inside of a backward, which recompute. A rowwise face that evaluation uses
     more than once stays until training goes on; where each step evaluates as often, it stays for the step's forwards.
+    Faces are valid on the CUDA stream that makes them: no other one waits for their casts.
 
     Attributes:
         awaits_column: Whether a forward is over whose backward will ask for the columnwise face, which is to be made.
-        used_on: CUDA stream of the last forward, 0 on a CPU.
+        stream: CUDA stream of the cached faces, 0 on a CPU; None if there never were any.
         last_use: How a forward used the weight last, or None if none did since the last write.
     """
 
@@ -89,11 +90,10 @@ class FaceCache:
         "_last_evaluated",
         "_last_forwards",
         "_stamp",
-        "_stream",
         "_views",
         "awaits_column",
         "last_use",
-        "used_on",
+        "stream",
     )
 
     def __init__(self) -> None:
@@ -108,10 +108,9 @@ class FaceCache:
         self._evaluations = 0
         # Forwards and evaluations of a step, if the last two that had forwards had equally many and evaluated; else 0
         self._expected = 0
-        self._stream: int | None = None  # of the launch that quantized several weights
         self.awaits_column = False
         self.last_use: ForwardUse | None = None
-        self.used_on = 0
+        self.stream: int | None = None
 
     def use(
         self, place: Place, stamp: Stamp, stream: int, forward: ForwardUse | None
@@ -120,7 +119,6 @@ class FaceCache:
         if self._stamp != stamp:
             self.begin(stamp, forward=forward is not None)
         if forward is not None:
-            self.used_on = stream
             # An evaluation between a write and training says nothing of what the next training needs.
             if forward.trained or not self._forwards:
                 self.last_use = forward
@@ -130,14 +128,18 @@ class FaceCache:
             elif _task() == -1:  # inside of a backward it recomputes
                 self._forwards += 1
                 self._evaluations = 0
-        if self._stream is not None and self._stream != stream:
-            self._views.clear()  # nobody waits for the other stream
-            self._stream = None
+        self._enter(stream)
         return self._views.get(place, _NOTHING)
+
+    def _enter(self, stream: int) -> None:
+        """Release the faces of another stream."""
+        if self.stream != stream:
+            self._views.clear()
+            self.stream = stream
 
     def begin(self, stamp: Stamp, *, forward: bool) -> None:
         """Invalidate faces with another stamp."""
-        self._stamp, self._stream, self.awaits_column = stamp, None, False
+        self._stamp, self.awaits_column = stamp, False
         self.last_use = None
         self._views.clear()
         if forward and self._forwards:  # the uses so far were those between two writes
@@ -159,14 +161,11 @@ class FaceCache:
         """Dtype of the last computation with the weight, or None."""
         return None if self._stamp is None else self._stamp[-1]
 
-    def store(
-        self, place: Place, stamp: Stamp, faces: CachedFaces, stream: int | None = None
-    ) -> None:
-        """Cache new faces of view ``place``, unless another thread changed the cache; ``stream`` is where they are
-        valid."""
+    def store(self, place: Place, stamp: Stamp, faces: CachedFaces, stream: int) -> None:
+        """Cache new faces of view ``place``, made on ``stream``, unless another thread changed the cache."""
         if self._stamp == stamp:
+            self._enter(stream)
             self._views[place] = faces
-            self._stream = stream
             if faces.column is not None:
                 self.awaits_column = False
 
@@ -218,10 +217,10 @@ class FaceCache:
         """Release everything, because the weight was written."""
         self._views.clear()
 
-    def rowwise(self, place: Place, stamp: Stamp) -> Face | None:
-        """Return the valid cached rowwise face of a view, in any dtype, without counting a use."""
+    def rowwise(self, place: Place, stamp: Stamp, stream: int) -> Face | None:
+        """Return the rowwise face of a view that is valid on ``stream``, in any dtype, without counting a use."""
         # The last entry is the dtype of faces in high precision; quantized ones do not depend on it.
-        if self._stamp is None or self._stamp[:-1] != stamp[:-1]:
+        if self._stamp is None or self._stamp[:-1] != stamp[:-1] or self.stream != stream:
             return None
         row = self._views.get(place, _NOTHING).row
         return None if row is None or row.format.values_of is not None else row

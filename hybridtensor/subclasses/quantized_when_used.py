@@ -185,8 +185,12 @@ class QuantizedWhenUsed(InterceptingTensor):
             if record.replayed or is_recorded() or (layer is not None and layer.replayed):
                 context, rowwise = self.context_of_products(context, stamp[-1]), forward is not None
                 return self._made(rowwise, columnwise, stamp[-1], context, amax_record)
-            cached = record.face_cache.use(self.place, stamp, stream_of(plain), forward)
-            return self._completed(cached, stamp, forward, columnwise, amax_record, context)
+            stream = stream_of(plain)
+            cached = record.face_cache.use(self.place, stamp, stream, forward)
+            made = self._completed(cached, stamp, forward, columnwise, amax_record, context)
+            if made is not cached:
+                record.face_cache.store(self.place, stamp, made, stream)
+            return made
 
     def _completed(
         self,
@@ -224,7 +228,6 @@ class QuantizedWhenUsed(InterceptingTensor):
         amax_record = amax_record if cached.amax_record is None else cached.amax_record
         made = self._made(row_is_missing, column_is_missing, dtype, context, amax_record, amaxes)
         made.row, made.column = made.row or row, made.column or column
-        self.record.face_cache.store(self.place, stamp, made)
         return made
 
     def _made(
@@ -281,7 +284,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         """Return the rowwise face of the next forward without recording amaxes or caching; may alias the cached
         face."""
         stamp = self.stamp(self.dtype)
-        row = self.record.face_cache.rowwise(self.place, stamp)
+        row = self.record.face_cache.rowwise(self.place, stamp, stream_of(self.plain))
         if row is None:
             row, _ = self.quantized(rowwise=True, columnwise=False, dtype=self.dtype, record=False)
         if row is None:
