@@ -102,8 +102,7 @@ class MasterWeights(torch.optim.Optimizer):
         return master
 
     def _set_masters(self, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
-        """Let new masters hold the values of their parameters."""
-        # Last: parameters free their original values, which are lost if no optimizer is made.
+        """Let new masters hold the values of parameters, which free their originals: once the optimizer is made."""
         for parameter, master in pairs:
             known = persistent_part(parameter).high_precision
             set_master(parameter, master, follows=known.follows)
@@ -173,12 +172,13 @@ class MasterWeights(torch.optim.Optimizer):
         evaluate = () if closure is None else (self._following(closure),)
         if not evaluate:
             self._take_gradients()
-        loss = self.inner.step(*evaluate)
-        self._write_back(self._stepped_pairs())
-        for parameter, master in self._pairs:
-            master.grad = None
-            persistent_part(parameter).high_precision.loaded = False
-        return loss
+        try:
+            return self.inner.step(*evaluate)
+        finally:  # a step that raises may have written some masters
+            self._write_back(self._stepped_pairs())
+            for parameter, master in self._pairs:
+                master.grad = None
+                persistent_part(parameter).high_precision.loaded = False
 
     def _following(self, closure: Callable[[], float]) -> Callable[[], float]:
         """Wrap a closure so that each evaluation quantizes the parameters from the present masters."""

@@ -731,3 +731,39 @@ def test_an_optimizer_that_is_not_made_leaves_original_values():
     gc.collect()
     masters = MasterWeights(torch.optim.AdamW, net.parameters()).masters()
     assert torch.equal(masters[net[0].weight], values)
+
+
+class FailsAtTheSecond(torch.optim.SGD):
+    """Writes the first parameter, then raises."""
+
+    def step(self, closure=None):
+        if closure is not None:
+            closure()
+        with torch.no_grad():
+            first = self.param_groups[0]["params"][0]
+            first.sub_(first.grad)
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("by_closure", [False, True])
+def test_after_a_step_that_raises_weights_equal_their_quantized_masters(by_closure):
+    net = ht.quantize_(
+        nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(32, 32, bias=False)), "fp8", persistent=True
+    )
+    optimizer = MasterWeights(FailsAtTheSecond, net.parameters(), lr=1)
+    before = [p.dequantize() for p in net.parameters()]
+
+    def closure():
+        loss = net(torch.ones(4, 64)).sum()
+        loss.backward()
+        return loss
+
+    if not by_closure:
+        closure()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step(closure if by_closure else None)
+    after = [p.dequantize() for p in net.parameters()]
+    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [False, True]
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    assert all(torch.equal(a, p.dequantize()) for a, p in zip(after, net.parameters(), strict=True))
