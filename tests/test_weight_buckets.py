@@ -264,7 +264,7 @@ def test_no_stream_uses_faces_that_another_one_made(stream):
 def test_streams_that_do_not_wait_for_each_other(recipe):
     """One stream is still busy with what comes before its cast when the next one uses the weight."""
     layer = ht.quantize_(nn.Linear(256, 256, device="cuda"), recipe)
-    x = random_tensor(256, 256, device="cuda")
+    x = random_tensor(256, 256, dtype=torch.float32, device="cuda")
     streams = [torch.cuda.Stream() for _ in range(3)]
     torch.cuda.synchronize()
     outputs = []
