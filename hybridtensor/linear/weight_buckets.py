@@ -162,11 +162,12 @@ class _Jobs:
         if not faces.is_old(stamp) or record.is_held_elsewhere:
             return
         plain, config = weight.plain, weight.config
-        if record.written_on != stream_of(plain):
+        stream = stream_of(plain)
+        if record.written_on != stream:
             return  # a stream that overlaps the optimizer waits for the write in the layer's own forward
         if weight.source is not plain or config.keep_faces == "never":
             return  # rounded before, into memory of its own; or to be made when it is used
-        faces.begin(stamp, forward=True)
+        faces.begin(stamp, stream, forward=True)
         outlast, _ = faces.lifetime(config.keep_faces)
         both = use.backward_follows and outlast
         once = use.trained and not outlast and not faces.is_evaluated

@@ -117,7 +117,10 @@ class FaceCache:
     ) -> CachedFaces:
         """Invalidate old faces, count a ``forward``, and return the cached faces of view ``place``."""
         if self._stamp != stamp:
-            self.begin(stamp, forward=forward is not None)
+            self.begin(stamp, stream, forward=forward is not None)
+        elif self.stream != stream:  # which waits for no cast of the other one
+            self._views.clear()
+            self.stream = stream
         if forward is not None:
             # An evaluation between a write and training says nothing of what the next training needs.
             if forward.trained or not self._forwards:
@@ -128,18 +131,11 @@ class FaceCache:
             elif _task() == -1:  # inside of a backward it recomputes
                 self._forwards += 1
                 self._evaluations = 0
-        self._enter(stream)
         return self._views.get(place, _NOTHING)
 
-    def _enter(self, stream: int) -> None:
-        """Release the faces of another stream."""
-        if self.stream != stream:
-            self._views.clear()
-            self.stream = stream
-
-    def begin(self, stamp: Stamp, *, forward: bool) -> None:
+    def begin(self, stamp: Stamp, stream: int, *, forward: bool) -> None:
         """Invalidate faces with another stamp."""
-        self._stamp, self.awaits_column = stamp, False
+        self._stamp, self.stream, self.awaits_column = stamp, stream, False
         self.last_use = None
         self._views.clear()
         if forward and self._forwards:  # the uses so far were those between two writes
@@ -163,8 +159,7 @@ class FaceCache:
 
     def store(self, place: Place, stamp: Stamp, faces: CachedFaces, stream: int) -> None:
         """Cache new faces of view ``place``, made on ``stream``, unless another thread changed the cache."""
-        if self._stamp == stamp:
-            self._enter(stream)
+        if self._stamp == stamp and self.stream == stream:
             self._views[place] = faces
             if faces.column is not None:
                 self.awaits_column = False
