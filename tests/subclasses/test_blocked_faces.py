@@ -5,6 +5,8 @@ The oracle is the plain tensor of dequantized values, with which moving must com
 
 import copy
 import io
+import itertools
+import math
 import pickle
 
 import pytest
@@ -21,6 +23,8 @@ from hybridtensor import (
     ops,
 )
 from hybridtensor.formats import FP8_E4M3_TENSOR
+from hybridtensor.state import Context
+from hybridtensor.subclasses.quantizing import face_tensor
 from hybridtensor.subclasses.structure import flatten, unflatten
 from hybridtensor.testing import random_tensor
 
@@ -181,3 +185,36 @@ def test_what_is_no_move_of_plain_tensors_raises(move):
     for each in (x, QUANTIZERS["mxfp8"].quantize(x)):
         with pytest.raises((IndexError, RuntimeError, ValueError)):
             NO_MOVES[move](each)
+
+
+def tokens(name, shape):
+    """Return the columnwise face of tokens as layers quantize them: rows of zeros complete the last block."""
+    x = random_tensor(*shape)
+    _, face = QUANTIZERS[name].faces(x, rowwise=False, columnwise=True, dtype=x.dtype, context=Context("input"))
+    return face_tensor(face, 0, x.shape, x.dtype)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("shape", [(40, 64), (8, 64), (4, 6, 64), (3, 16, 64), (2, 3, 8, 64)], ids=str)
+def test_slices_of_tokens_that_are_no_whole_blocks_keep_the_values_or_are_refused(name, shape):
+    face = tokens(name, shape)
+    block, inner = face.format.block[1], math.prod(shape[1:-1])
+    for start, stop in itertools.combinations(range(shape[0] + 1), 2):
+        ends = stop == shape[0] or stop * inner % block == 0
+        if start * inner % block == 0 and ends:
+            assert torch.equal(face[start:stop].dequantize(), face.dequantize()[start:stop])
+        else:
+            with pytest.raises(ValueError, match="are cut by"):
+                face[start:stop]
+    assert torch.equal(face.split(shape[0])[0].dequantize(), face.dequantize())
+
+
+@pytest.mark.parametrize("make", [torch.empty_like, lambda x: x.new_empty(x.shape), lambda x: x.new_zeros(x.shape)])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "mxfp4", "1x128"])
+def test_new_faces_are_laid_out_as_casts_lay_them_out(make, name):
+    """Also those of tokens that are no whole blocks, so that a copy into them fits."""
+    face = tokens(name, (40, 64))
+    new = make(face)
+    for tensor, old in ((new.qdata, face.qdata), (new.scale, face.scale)):
+        assert (tensor.shape, tensor.stride()) == (old.shape, old.stride())
+    assert torch.equal(new.copy_(face).dequantize(), face.dequantize())

@@ -143,6 +143,9 @@ def test_like_functions_give_plain_tensors_for_optimizer_state(op, cls, name):
     y = PLAIN_LIKE[op](x)
     assert type(y) is torch.Tensor
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    turned = x.t() if x.dim() == 2 else x
+    plain = torch.empty_strided(turned.shape, turned.stride(), dtype=x.dtype)
+    assert PLAIN_LIKE[op](turned).stride() == PLAIN_LIKE[op](plain).stride()
 
 
 @pytest.mark.parametrize(("cls", "name"), CASES)
@@ -152,6 +155,7 @@ def test_new_tensors_keep_class_and_format(op, cls, name):
     y = NEW[op](x)
     assert type(y) is cls
     assert y.dtype == x.dtype
+    assert op is not aten.empty_like.default or torch.empty_like(x.t()).stride() == x.t().stride()
     assert tuple(y.shape) == (tuple(x.shape) if op is aten.empty_like.default else (4, 8))
     if isinstance(x, Leaf):
         assert (y.format, y.axis) == (x.format, x.axis)

@@ -152,19 +152,21 @@ def _plain_like(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         "device": x.device,
         **{k: v for k, v in kwargs.items() if v is not None},
     }
-    kwargs.pop("memory_format", None)
-    shaped = torch.empty(x.shape, dtype=kwargs["dtype"], device=kwargs["device"])
+    shaped = torch.empty_strided(
+        x.shape, x.stride(), dtype=kwargs["dtype"], device=kwargs["device"]
+    )
     made: Tensor = func(shaped, *args[1:], **kwargs)
     return made
 
 
 def _register_slicing(table: OpTable, slice_: SliceAlong[W]) -> None:
+    def cut(x: W, dim: int, start: int, stop: int, step: int) -> Tensor:
+        is_whole = (start, stop, step) == (0, x.shape[dim], 1)
+        return alias(x) if is_whole else slice_(x, dim, start, stop, step)
+
     @table.register(aten.slice.Tensor)
     def _slice(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-        dim, start, stop, step = slice_bounds(args, kwargs)
-        if (start, stop, step) == (0, args[0].shape[dim], 1):
-            return alias(args[0])
-        return slice_(args[0], dim, start, stop, step)
+        return cut(args[0], *slice_bounds(args, kwargs))
 
     @table.register(aten.split.Tensor, aten.split_with_sizes.default)
     def _split(func: Func, args: Args, kwargs: Kwargs) -> list[Tensor]:
@@ -186,7 +188,7 @@ def _register_slicing(table: OpTable, slice_: SliceAlong[W]) -> None:
                 [min(sizes, extent - start) for start in range(0, extent, sizes)] if extent else [0]
             )
         ends = list(itertools.accumulate(sizes))
-        return [slice_(x, dim, end - size, end, 1) for size, end in zip(sizes, ends, strict=True)]
+        return [cut(x, dim, end - size, end, 1) for size, end in zip(sizes, ends, strict=True)]
 
 
 def _require_parts(x: Tensor, sizes: int | list[int], extent: int) -> None:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch._prims_common import infer_size  # private; works out -1 as ``aten.view`` does
 
-from hybridtensor.formats import Format
 from hybridtensor.ops import Face
+from hybridtensor.ops.face import FaceKind, face_layouts
+from hybridtensor.ops.groups import stack_layouts
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 from hybridtensor.subclasses.operators.common import (
     alias,
@@ -58,16 +59,15 @@ def _slice(x: QuantizedTensor, dim: int, start: int, stop: int, step: int) -> Qu
         raise NotImplementedError(
             f"slice: whole matrices of a stack can be sliced, got dimension {dim} of {x!r}; dequantize first"
         )
-    rows, columns = x.matrix_shape
-    # Rows of the matrix per entry of the first dimension
-    inner = rows // x.shape[0] if x.shape[0] else 0
+    # Not the rows of zeros that complete a last block
+    inner, columns = math.prod(x.shape[1:-1]), x.matrix_shape[1]
     if x.shape[-1] != columns or (dim == 0 and x.dim() > 2 and step != 1) or 0 < dim < x.dim() - 1:
         raise NotImplementedError(
             f"slice: the first or the last dimension of a face can be sliced, got dimension {dim} of {x!r} "
             f"(a {x.matrix_shape} matrix); dequantize first"
         )
     if dim == 0 and x.dim() > 1:
-        logical_axis, extent = 0, rows
+        logical_axis, extent = 0, x.shape[0] * inner
         start, stop = start * inner, stop * inner
     else:
         logical_axis, extent = 1, columns
@@ -82,8 +82,9 @@ def _slice(x: QuantizedTensor, dim: int, start: int, stop: int, step: int) -> Qu
             tensor_scale, x.format.tensor_block[stored_axis], stored_axis, start, stop, step, extent
         )
         cuts = cuts or x.format.tensor_block[stored_axis] is None
-    # Whole blocks: the bounds are even
-    packed = x.format.elements_per_byte if stored_axis == 1 else 1
+    packed = 1
+    if stored_axis == 1:  # whole blocks: the bounds are even
+        packed, stop = x.format.elements_per_byte, x.format.stored(stop)
     qdata = aten.slice.Tensor(x.qdata, stored_axis, start // packed, stop // packed, step)
     face = Face(qdata, scale, tensor_scale, x.format)
     return QuantizedTensor(face, x.axis, x.nominal_dtype, tuple(size), cuts_group=cuts)
@@ -188,28 +189,26 @@ def _new(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     size = tuple(x.shape if func is aten.empty_like.default else args[1])
     dtype, options = to_copy_options(x, kwargs)
     options.pop("non_blocking", None)
-    columns, stack = size[-1] if size else 1, size[:1] if x.is_stack else ()
-    stored = (math.prod(size[len(stack) : -1]), columns)
-    stored = stored if x.axis == -1 else stored[::-1]
-    make = torch.zeros if func is aten.new_zeros.default else torch.empty
+    columns, stack = size[-1] if size else 1, x.is_stack
+    matrix = (math.prod(size[stack:-1]), columns)
+    matrix = matrix if x.axis == -1 else matrix[::-1]
+    layouts = (
+        stack_layouts(x.format, size[0], *matrix) if stack else face_layouts(x.format, *matrix)
+    )
     options.setdefault("device", x.qdata.device)
-    qdata = make((*stack, *stored_shape(x.format, stored)), dtype=x.qdata.dtype, **options)
-    scale = make((*stack, *x.format.scale_shape(*stored)), dtype=x.scale.dtype, **options)
+    tensors = [
+        torch.empty_strided(shape, strides, dtype=of_part, **options)
+        for shape, strides, of_part in layouts
+    ]
     if func is aten.new_zeros.default:
-        scale.copy_(torch.ones(scale.shape, device=scale.device))
-    of_tensor = x.format.tensor_scale_shape(*stored)
-    tensor_scale = None
-    if of_tensor is not None:
-        tensor_scale = make((*stack, *of_tensor), dtype=torch.float32, **options)
-    if tensor_scale is not None and func is aten.new_zeros.default:
         # With block scales of 1 a factor of 1: a value is element * scale * (tensor scale / tensor_scale_max).
-        tensor_scale.fill_(x.format.tensor_scale_max)
-    return QuantizedTensor(Face(qdata, scale, tensor_scale, x.format), x.axis, dtype, size)
-
-
-def stored_shape(fmt: Format, matrix: tuple[int, int]) -> tuple[int, int]:
-    """Return the shape of ``qdata`` for an ``[other, contraction]`` matrix of elements."""
-    return matrix[0], matrix[1] // fmt.elements_per_byte
+        for tensor, value in zip(tensors, (0, 1, x.format.tensor_scale_max), strict=False):
+            tensor.copy_(torch.full((), value, device=tensor.device))
+    stride = None
+    if func is aten.empty_like.default:
+        stride = to_copy_stride(x, kwargs.get("memory_format"))
+    face = Face.of(tensors, FaceKind(x.format))
+    return QuantizedTensor(face, x.axis, dtype, size, stride)
 
 
 @table.register(aten.copy_.default)
