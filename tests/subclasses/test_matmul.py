@@ -139,6 +139,34 @@ def test_operands_that_do_not_go_together_are_refused():
     assert torch.mm(flat, flat.t()).shape == (4, 4)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "beta"),
+    [((32,), torch.float32, 1), ((32,), torch.float32, 0), ((16, 32), torch.float64, 2), ((31,), torch.bfloat16, 0),
+     ((31,), torch.bfloat16, 1), ((2, 16, 32), torch.bfloat16, 1), ((1,), torch.bfloat16, 1), ((16, 1), torch.bfloat16, 1)],
+    ids=str,
+)  # fmt: skip
+def test_summands_are_taken_and_refused_as_torch_does(shape, dtype, beta):
+    x, columns = random_tensor(16, 64), random_tensor(64, 32)
+    face = Float8Quantizer().quantize(columns)
+    summand = torch.ones(shape, dtype=dtype)
+    try:
+        torch.addmm(summand, x, columns, beta=beta)
+    except RuntimeError:
+        with pytest.raises((RuntimeError, ValueError), match="summand of the operands' dtype|expand"):
+            torch.addmm(summand, x, face, beta=beta)
+    else:
+        product = torch.addmm(summand, x, face, beta=beta)
+        rounded_twice = summand + torch.mm(x, face)
+        once = torch.addmm(torch.ones(32, dtype=dtype), x, face)
+        assert torch.equal(product, once if summand.dim() < 2 else rounded_twice)
+
+
+def test_a_bias_of_another_dtype_is_refused_in_inference_mode_as_torch_does():
+    x, face = random_tensor(16, 64), Float8Quantizer().quantize(random_tensor(32, 64))
+    with torch.inference_mode(), pytest.raises(ValueError, match="linear: a summand of the operands' dtype"):
+        torch.nn.functional.linear(x, face, torch.ones(32))
+
+
 @pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
 def test_transforms_of_torch_func_are_refused(persistent):
     """Below autograd a backward would not be that of the recipe."""

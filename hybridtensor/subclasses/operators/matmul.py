@@ -114,25 +114,36 @@ def _mm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    bias, left, right = args
-    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-    if isinstance(bias, (HybridTensor, QuantizedTensor, IdentityTensor)):
-        raise NotImplementedError("addmm: the summand is not a plain tensor; dequantize it")
+    return _add(*args, "addmm", **kwargs)
+
+
+def _add(
+    summand: Tensor, left: Tensor, right: Tensor, gemm: str, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    """Return ``beta * summand + alpha * (left @ right)``; raise ValueError for a summand of another dtype."""
+    if isinstance(summand, (HybridTensor, QuantizedTensor, IdentityTensor)):
+        raise NotImplementedError(f"{gemm}: the summand is not a plain tensor; dequantize it")
+    if summand.dtype != left.dtype:
+        raise ValueError(
+            f"{gemm}: a summand of the operands' dtype {left.dtype} is required, got {summand.dtype}; cast it"
+        )
     # The epilogue of a product adds a vector, once and unscaled; anything else is computed
     # afterwards.
-    if bias.dim() == 1 and beta == 1 and alpha == 1:
-        return mm(left, right, bias, "addmm")
-    product: Tensor = alpha * mm(left, right, gemm="addmm")
-    return (
-        product if beta == 0 else beta * bias + product
-    )  # zero: a NaN of the summand does not count
+    if summand.dim() < 2 and beta == 1 and alpha == 1:
+        return mm(left, right, summand.expand(right.shape[1]).contiguous(), gemm)
+    summand = summand.expand(left.shape[0], right.shape[1])
+    product: Tensor = alpha * mm(left, right, gemm=gemm)
+    # zero: a NaN of the summand does not count
+    return product if beta == 0 else beta * summand + product
 
 
 def _linear(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Handle ``aten.linear``, which inference mode does not decompose."""
     x, weight = args[:2]
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
-    out = mm(x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x, weight.t(), bias, "linear")
+    left = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
+    columns = weight.t()
+    out = mm(left, columns, gemm="linear") if bias is None else _add(bias, left, columns, "linear")
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
