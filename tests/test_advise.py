@@ -323,6 +323,16 @@ def test_options_that_are_not_worth_it_are_left_out():
     assert [option.fmt for option in frontier(options)] == ["b", "e"]
 
 
+def test_an_infinite_error_leaves_the_other_options_in():
+    """Whatever removes it has an infinite gain; among the rest the hull is that without the option."""
+    finite = [FormatOption(*one) for one in (("b", 2, 9.0), ("c", 3, 4.0), ("d", 4, 3.9), ("e", 5, 0.0))]
+    overflows = [FormatOption("a", 1, math.inf), FormatOption("worse", 1.5, math.inf)]
+    assert frontier(overflows + finite) == [overflows[0], *frontier(finite)]
+    steps = curve([overflows + finite, finite])
+    assert [step.error for step in steps if step.error < math.inf] == [18.0, 13.0, 8.0, 4.0, 0.0]
+    assert cheapest([overflows + finite, finite], steps, 13.0) == (5, 13.0, ("c", "b"))
+
+
 # -- wrong use
 
 

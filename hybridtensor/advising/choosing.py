@@ -31,7 +31,7 @@ def frontier(options: Sequence[FormatOption]) -> list[FormatOption]:
     for option in sorted(options, key=lambda one: (one.cost, one.error)):
         if hull and option.error >= hull[-1].error:  # as of all others of equal cost
             continue
-        while len(hull) > 1 and _gain(hull[-2], option) >= _gain(hull[-2], hull[-1]):
+        while len(hull) > 1 and _gain(hull[-1], option) >= _gain(hull[-2], hull[-1]):
             hull.pop()
         hull.append(option)
     return hull
