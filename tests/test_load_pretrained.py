@@ -3,11 +3,14 @@
 Oracle: the bytes of parameters, buffers and the state of quantizers before.
 """
 
+import contextlib
 import itertools
 import json
 import os
+import types
 
 import pytest
+import safetensors
 import torch
 from experts import EXPERTS, HIDDEN, WIDTH, Experts
 from safetensors.torch import load_file, save_file
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 
 import hybridtensor as ht
 from hybridtensor.subclasses.structure import flatten
+from hybridtensor.untrusted.safetensors_folder import Folder
 
 KINDS = ["plain", "master", "persistent"]
 SPECS = ["fp8", "fp8_delayed", "mxfp8", "nvfp4"]
@@ -403,3 +407,20 @@ class TestFalseClaims:
         (path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=told):
             self.loaded(path, index)
+
+
+def test_a_folder_that_is_refused_closes_its_files(tmp_path):
+    for name in ("a", "b"):
+        save_file({"weight": torch.ones(3)}, tmp_path / f"{name}.safetensors")
+    closed = []
+
+    @contextlib.contextmanager
+    def opened(path, framework):
+        with safetensors.safe_open(path, framework=framework) as file:
+            yield file
+        closed.append(path)
+
+    library = types.SimpleNamespace(safe_open=opened, SafetensorError=safetensors.SafetensorError)
+    with pytest.raises(ValueError, match="each tensor in one file"):
+        Folder("test", library, tmp_path)
+    assert len(closed) == 2

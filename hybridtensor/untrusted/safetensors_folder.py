@@ -47,29 +47,11 @@ class Folder:
         self._path = path
         self.used: set[str] = set()
         self._taken: list[str] = []  # for one parameter
-        if not path.is_dir():
-            raise ValueError(f"{who}: a folder is required, got {str(path)!r}")
-        path = path.resolve()
-        listed = self._check_digests(path)
-        self._check_config(path)
-        names, indexed = self._names(path)
-        for name in names:
-            if listed is not None and name not in listed:
-                raise ValueError(
-                    f"{who}: files of {DIGESTS} are required, got {name} besides; remove it"
-                )
-            file = _regular(who, path, name)
-            with self._reading(name):
-                handle = self._files.enter_context(library.safe_open(str(file), framework="pt"))
-            twice = sorted(self._of.keys() & set(handle.keys()))
-            if twice:
-                raise ValueError(
-                    f"{who}: each tensor in one file is required, got {twice[:3]} in {name} and another"
-                )
-            self._of |= dict.fromkeys(handle.keys(), handle)
-            self._file |= dict.fromkeys(handle.keys(), name)
-        if indexed is not None:
-            self._check_index(path, indexed)
+        try:
+            self._open(path)
+        except BaseException:
+            self.close()  # an error that is kept would keep files open
+            raise
 
     def __enter__(self) -> Folder:
         return self
@@ -118,6 +100,33 @@ class Folder:
     @property
     def files(self) -> list[str]:
         return sorted(set(self._file.values()))
+
+    def _open(self, path: Path) -> None:
+        """Check a folder, and open its files."""
+        who = self._who
+        if not path.is_dir():
+            raise ValueError(f"{who}: a folder is required, got {str(path)!r}")
+        path, opened = path.resolve(), self._library.safe_open
+        listed = self._check_digests(path)
+        self._check_config(path)
+        names, indexed = self._names(path)
+        for name in names:
+            if listed is not None and name not in listed:
+                raise ValueError(
+                    f"{who}: files of {DIGESTS} are required, got {name} besides; remove it"
+                )
+            file = _regular(who, path, name)
+            with self._reading(name):
+                handle = self._files.enter_context(opened(str(file), framework="pt"))
+            twice = sorted(self._of.keys() & set(handle.keys()))
+            if twice:
+                raise ValueError(
+                    f"{who}: each tensor in one file is required, got {twice[:3]} in {name} and another"
+                )
+            self._of |= dict.fromkeys(handle.keys(), handle)
+            self._file |= dict.fromkeys(handle.keys(), name)
+        if indexed is not None:
+            self._check_index(path, indexed)
 
     def _check_digests(self, path: Path) -> set[str] | None:
         """Return the names of files that are what was written, or None where nobody wrote down what they are.
