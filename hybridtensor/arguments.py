@@ -10,14 +10,15 @@ import datetime
 import difflib
 import math
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
+O = TypeVar("O")
 _LONGEST = 120  # characters of a value that an error shows
 
 
@@ -108,6 +109,15 @@ def require_items(who: str, what: str, values: object, advice: str = "") -> list
     if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Tensor, dict)):
         raise wrong(who, what, values, advice)
     return list(values)
+
+
+def reusable(options: O) -> O:
+    """Return arguments by name that several calls can be given: iterators, which are empty after the first, as lists."""
+    given: Any = options
+    kept: Any = {
+        name: list(value) if isinstance(value, Iterator) else value for name, value in given.items()
+    }
+    return kept  # type: ignore[no-any-return]
 
 
 def require_group(who: str, group: object) -> None:

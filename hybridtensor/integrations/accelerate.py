@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from hybridtensor.arguments import require_kind
+from hybridtensor.arguments import require_kind, reusable
 from hybridtensor.convert import quantize_
 from hybridtensor.selection import Recipe, choose
 from hybridtensor.state.step import step_after
@@ -49,14 +49,15 @@ def prepare(
             f"prepare: one model is required, got {len(models)}; prepare each with its own optimizers"
         )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    plan = choose(models[0], recipe, keep_bf16=keep_bf16)
+    kept = reusable({"keep_bf16": keep_bf16})["keep_bf16"]
+    plan = choose(models[0], recipe, keep_bf16=kept)
     has_state = any(config.delayed_rules() or config.stochastic_roles for _, config in plan)
     if getattr(plugin, "cpu_ram_efficient_loading", False) and has_state:
         raise NotImplementedError(
             "prepare: cpu_ram_efficient_loading=False is required for recipes with state, got True; "
             "Accelerate takes every buffer for a part of a sharded parameter there"
         )
-    quantize_(models[0], recipe, keep_bf16=keep_bf16)
+    quantize_(models[0], recipe, keep_bf16=kept)
     prepared = accelerator.prepare(*objects)
     everything = (prepared,) if len(objects) == 1 else prepared
     # Accelerate wraps an optimizer in one that is asked to step for every microbatch: the inner one counts.

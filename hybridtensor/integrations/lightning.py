@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import precision as pytorch
 from torch import nn
 from torch.optim import Optimizer
 
-from hybridtensor.arguments import require_choice
+from hybridtensor.arguments import require_choice, reusable
 from hybridtensor.convert import Options, quantize_
 from hybridtensor.dtensor import local
 from hybridtensor.selection import Recipe
@@ -48,7 +48,7 @@ class _Converting:
         # class has.
         for name in _OF_THE_REST:
             setattr(self, name, getattr(self._rest, name))
-        self._recipe, self._options = recipe, options
+        self._recipe, self._options = recipe, reusable(options)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert a module, unless that was done before."""

@@ -12,7 +12,7 @@ from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
-from hybridtensor.arguments import require_kind
+from hybridtensor.arguments import require_kind, reusable
 from hybridtensor.convert import Options, quantize_
 from hybridtensor.distributed.mesh import set_mesh_
 from hybridtensor.selection import Recipe
@@ -80,6 +80,7 @@ def quantized(spec: ModelSpec, recipe: Recipe, **options: Unpack[Options]) -> Mo
     """
     require_kind("quantized", "a ModelSpec", spec, ModelSpec)
     parallelize: Callable[..., nn.Module] = spec.parallelize_fn
+    options = reusable(options)
 
     def convert_and_parallelize(model: nn.Module, **arguments: object) -> nn.Module:
         return parallelize(_convert(model, recipe, **options), **arguments)

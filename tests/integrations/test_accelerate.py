@@ -171,3 +171,11 @@ def test_offloaded_weights_are_quantized(tmp_path, where, recipe, persistent):
         assert model[0].weight.is_meta
         for _ in range(2):
             assert torch.equal(model(x), twin(x))
+
+
+def test_an_iterator_of_names_keeps_these_layers_plain():
+    """As with ``quantize_`` itself: the arguments are also looked at before they are passed on."""
+    model = prepare(accelerate.Accelerator(cpu=True), make()[0], recipe="fp8", keep_bf16=iter(["0"]))
+    by_hand = ht.quantize_(make()[0], "fp8", keep_bf16=iter(["0"]))
+    assert [type(p) for p in model.parameters()] == [type(p) for p in by_hand.parameters()]
+    assert type(model[0].weight) is nn.Parameter

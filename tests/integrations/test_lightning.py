@@ -149,3 +149,11 @@ def test_fabric_advances_with_the_optimizer_that_replaces_another():
 def test_unknown_precision():
     with pytest.raises(ValueError, match="HybridPrecision: unknown precision '16-mixed'"):
         HybridPrecision("fp8", precision="16-mixed")
+
+
+def test_an_iterator_of_names_serves_every_module():
+    plugin = FabricHybridPrecision("fp8", keep_bf16=iter(["net.0"]))
+    for module in (Module(), Module()):
+        plugin.convert_module(module)
+        assert type(module.net[0].weight) is nn.Parameter
+        assert type(module.net[2].weight) is ht.MasterWeight

@@ -114,7 +114,8 @@ def _mm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    return _add(*args, "addmm", **kwargs)
+    summand, left, right = args
+    return _add(summand, left, right, "addmm", **kwargs)
 
 
 def _add(
