@@ -387,3 +387,15 @@ def test_a_loss_that_is_not_finite(value):
     net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     with pytest.raises(ValueError, match=r"advise: the loss is (nan|inf); give batches like"):
         ht.advise(net, [torch.randn(8, 32)], hardware="h100", loss=lambda m, x: m(x).square().mean() * value)
+
+
+def test_gradients_that_are_not_finite():
+    """The slope of a root at zero is infinite, and times zero no number, though the loss is one."""
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with pytest.raises(ValueError, match="advise: the gradients of 0, 1 are not finite; give batches and a loss"):
+        ht.advise(
+            net,
+            [torch.randn(64, 64)],
+            hardware="h100",
+            loss=lambda m, x: m(x).square().mean() + (0 * m(x).sum()).sqrt(),
+        )

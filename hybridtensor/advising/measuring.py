@@ -69,7 +69,8 @@ def measure(
         run: Returns the loss of a batch.
 
     Raises:
-        ValueError: If a loss depends on no parameter, or is not finite, or what a layer multiplies is all zeros.
+        ValueError: If a loss depends on no parameter, it or a gradient is not finite, or what a layer multiplies is all
+            zeros.
         NotImplementedError: If the model is sharded, or multiplies experts in ways that are not intercepted.
     """
     configs = {fmt: HybridConfig.parse(fmt) for fmt in formats}
@@ -144,13 +145,19 @@ def _require_unsharded(layers: Iterable[Noise]) -> None:
 
 
 def _require_signal(layers: Iterable[Noise]) -> None:
-    """Raise ValueError where there is nothing that formats could be wrong about: any would do."""
+    """Raise ValueError where there is nothing that formats could be wrong about, or nothing that is right."""
     ran = [one for one in layers if one.order >= 0]
     silent = [one.layer.name or "<root>" for one in ran if not one.has_signal()]
     if silent:
         raise ValueError(
             f"advise: the products of {', '.join(silent)} are all zeros; give batches like those of training, "
             "and weights after some steps"
+        )
+    broken = [one.layer.name or "<root>" for one in ran if not math.isfinite(one.gradient)]
+    if broken:
+        raise ValueError(
+            f"advise: the gradients of {', '.join(broken)} are not finite; give batches and a loss like those of "
+            "training"
         )
     trained = [one for one in ran if one.operations["grad_weight"]]
     if trained and all(one.gradient == 0 for one in trained):
