@@ -182,12 +182,17 @@ class InterceptingTensor(WrapperTensor):
         return layer is not None and bool(layer.transposed)
 
     @property
+    def is_stack(self) -> bool:
+        """Whether this is a stack of matrices."""
+        return self.dim() == 3
+
+    @property
     def context(self) -> Context:
         """The quantizers' context: the layer's weight, its section under tensor parallelism, or a stack."""
         record = self.record
         layer = record.layer
         state = layer.tensors() if isinstance(layer, LayerState) else layer
-        if self.dim() == 3:
+        if self.is_stack:
             groups = Groups(self.shape[0], first=record.first or 0)
             return Context("weight", state, section=record.section, groups=groups)
         known = record.context  # of a matrix, maybe of one of a stack, whose record it shares

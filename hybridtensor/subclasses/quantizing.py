@@ -157,7 +157,7 @@ def update_(
     if x.is_meta and not dst.is_meta:
         raise ValueError(f"{who}: a tensor with values is required, got one on the meta device")
     with torch.no_grad():
-        x = x.detach()
+        x = _as_stored(dst, x.detach())
         if not _cast_into(quantizer, dst, x, context):
             rowwise, columnwise = dst.rowwise is not None, dst.columnwise is not None
             faces = quantizer.faces(
@@ -165,6 +165,13 @@ def update_(
             )
             overwrite_(who, dst, faces)
     return dst
+
+
+def _as_stored(dst: HybridTensor, x: Tensor) -> Tensor:
+    """Return values as faces hold them: what a flattened view is of is a matrix."""
+    faces = (face for face in (dst.rowwise, dst.columnwise) if isinstance(face, QuantizedTensor))
+    face = next(faces, None)
+    return x if face is None or x.dim() > 1 else x.reshape(-1, face.matrix_shape[1])
 
 
 def _cast_into(quantizer: Quantizer, dst: HybridTensor, x: Tensor, context: Context) -> bool:

@@ -285,6 +285,19 @@ def test_views_change_the_part_that_they_are():
     assert torch.equal(net.weight.original, expected)
 
 
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_rowwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("size", [(2, -1, plain(0).shape[1]), (-1,)], ids=["grouped", "flat"])
+def test_views_of_a_matrix_in_other_dimensions_change_it(size, recipe):
+    """Three dimensions are a stack of matrices only where the weight is one."""
+    net = layer(recipe, persistent=True)
+    net.weight.data = plain(0)
+    net.weight.data.view(size).mul_(2.0)
+    net.weight.data.view(size).add_(0.5)
+    expected = plain(0).mul_(2.0).add_(0.5)
+    assert torch.equal(net.weight.original, expected)
+    assert_is_made_of(net, expected, recipe, True)
+
+
 def test_arrays_share_the_memory():
     net = layer()
     step(net)
