@@ -321,3 +321,12 @@ def test_outputs_that_are_no_values():
 
     found = ht.mismatch(ht.quantize_(nn.Sequential(WithNumbers(256, 128)), "fp8_rowwise"), torch.randn(40, 256))
     assert found.is_zero
+
+
+def test_a_single_position_and_none():
+    model = ht.quantize_(mlp(), "fp8_rowwise")
+    x = random_tensor(1, 256)
+    one, whole = ht.mismatch(model, x[0]), ht.mismatch(model, x)
+    assert (one.value, one.kl, one.is_zero) == (whole.value, whole.kl, True)
+    with pytest.raises(ValueError, match=r"mismatch: logits of one position at least are required, got \[0, 128\]"):
+        ht.mismatch(model, x[:0])

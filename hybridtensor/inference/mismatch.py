@@ -290,6 +290,10 @@ def _logits(output: object) -> Tensor:
         raise ValueError(
             f"{_WHO}: a tensor of logits is required as the model's output, got {type(output).__name__}"
         )
+    if not logits.numel():
+        raise ValueError(
+            f"{_WHO}: logits of one position at least are required, got {list(logits.shape)}; pass another batch"
+        )
     return logits
 
 
@@ -303,7 +307,7 @@ def _of_logits(
                 "reads a converted weight's values, which check(model, *batch) names"
             )
     value = float((trained.double() - engine.double()).abs().max())
-    p, q = (x.double().flatten(0, -2).log_softmax(-1).cpu() for x in (trained, engine))
+    p, q = (x.double().reshape(-1, x.shape[-1]).log_softmax(-1).cpu() for x in (trained, engine))
     kl = float((p.exp() * (p - q)).sum(-1).mean())
     drawn = torch.multinomial(q.exp(), 1, generator=torch.Generator().manual_seed(seed))
     log_ratio = (p - q).gather(-1, drawn).flatten()
