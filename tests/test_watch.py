@@ -141,6 +141,23 @@ def test_compiled_models_run_eagerly_in_sampled_steps_alone():
         torch.testing.assert_close(mine.detach(), other.detach(), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("every", [(2, 2), (1, 2), (2, 1)])
+def test_two_watches_leave_compiled_code_compiled(every):
+    """Each measures in its own steps; both end in the order in which they began, not the other way round."""
+    model, compiled = model_of("fp8"), []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    first, second = (ht.watch(model, every=number) for number in every)
+    with first, second:
+        train(model, 4)
+    assert [len(one.samples) for one in (first, second)] == [4 // number for number in every]
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(3))
+    assert compiled
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputation(reentrant):
     model, plain = model_of("mxfp8"), model_of("mxfp8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -45,6 +45,29 @@ class _Pending(NamedTuple):
     step: int
     measured: Measured
     there: torch.cuda.Event | None
+
+
+class _EagerCode:
+    """Runs compiled code eagerly while at least one watch measures: watches end in any order, and the stance that one
+    finds may be another's."""
+
+    def __init__(self) -> None:
+        self._measuring, self._stance = 0, contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        if not self._measuring:
+            self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+        self._measuring += 1
+        try:
+            yield
+        finally:
+            self._measuring -= 1
+            if not self._measuring:
+                self._stance.close()
+
+
+_eager_code = _EagerCode()
 
 
 class watch(Printed):  # noqa: N801  (used as a function)
@@ -215,7 +238,7 @@ class watch(Printed):  # noqa: N801  (used as a function)
         self._armed.callback(observers.remove, sampler)
         self._armed.callback(sampler.end)
         # Observers are called from Python, which compiled code no longer runs.
-        self._armed.enter_context(torch.compiler.set_stance("force_eager"))
+        self._armed.enter_context(_eager_code.held())
 
     # -- samples
 
