@@ -312,3 +312,13 @@ def test_losses_that_are_not_finite_were_noted(tmp_path):
     shown = " ".join(Page(ht.report(run, tmp_path / "page.html")).texts)
     assert "fewer than two are finite" in shown
     assert "No losses were noted" not in shown
+
+
+def test_a_page_is_not_written_over_its_recordings(tmp_path):
+    """Also by another name of the file: the page of the command is FILE with .html, which may be FILE."""
+    saved, other = (recording(steps=1).recording().save(tmp_path / name) for name in ("run.html", "other.json"))
+    for given in ({"watched": saved}, {"watched": other, "beside": str(saved)}):
+        before = saved.read_bytes()
+        with pytest.raises(ValueError, match="report: a path of the page alone is required"):
+            ht.report(**given, path=tmp_path / ".." / tmp_path.name / "run.html")
+        assert saved.read_bytes() == before

@@ -63,9 +63,14 @@ def report(
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If nothing was measured yet, or a file is no recording.
+        ValueError: If nothing was measured yet, a file is no recording, or the page would be written over it.
     """
     require_kind("report", "a path", path, (str, Path))
+    for source in (watched, beside):
+        if isinstance(source, (str, Path)) and Path(source).resolve() == Path(path).resolve():
+            raise ValueError(
+                f"report: a path of the page alone is required, got {path}, a recording that it is of; name another"
+            )
     recording = _recording(watched)
     runs, compared = {"": recording}, ""
     if beside is not None:
