@@ -55,7 +55,8 @@ def _alike(names: Sequence[tuple[str, ...]]) -> Ranks:
         groups = {known: dist.new_group(members) for known, members in ranks.items()}
         group = groups[mine]
     members = ranks[mine]
-    return Ranks(group, len(members) == 1, dist.get_rank() == members[0])
+    # Without layers there is nothing to add up, and no device on which
+    return Ranks(group, len(members) == 1 or not mine, dist.get_rank() == members[0])
 
 
 def added_up(sums: Sums, ranks: Ranks) -> tuple[Numbers, Tensor]:

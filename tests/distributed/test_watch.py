@@ -275,6 +275,20 @@ def test_stages_without_layers(two):
     two.run(only_one_rank_has_layers)
 
 
+def most_ranks_have_no_layers(rank):
+    """Their sums would be on a CPU, which NCCL does not reduce."""
+    model = make("fp8").to(here()) if rank == 0 else nn.Linear(64, 64).to(here())
+    reduced = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda *given, **options: reduced.append(given))
+        assert len(watched(model, batch(0))) == 2
+    assert not reduced
+
+
+def test_several_stages_without_layers(three):
+    three.run(most_ranks_have_no_layers)
+
+
 def otherwise(rank):
     model = make("fp8").to(here())
     with (
