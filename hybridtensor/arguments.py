@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
-O = TypeVar("O")
+Given = TypeVar("Given")
 _LONGEST = 120  # characters of a value that an error shows
 
 
@@ -111,13 +111,13 @@ def require_items(who: str, what: str, values: object, advice: str = "") -> list
     return list(values)
 
 
-def reusable(options: O) -> O:
-    """Return arguments by name that several calls can be given: iterators, which are empty after the first, as lists."""
+def reusable(options: Given) -> Given:
+    """Return arguments by name for several calls: iterators, which are empty after the first, as lists."""
     given: Any = options
-    kept: Any = {
+    kept: Given = {
         name: list(value) if isinstance(value, Iterator) else value for name, value in given.items()
-    }
-    return kept  # type: ignore[no-any-return]
+    }  # type: ignore[assignment]
+    return kept
 
 
 def require_group(who: str, group: object) -> None:

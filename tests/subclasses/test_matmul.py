@@ -142,7 +142,8 @@ def test_operands_that_do_not_go_together_are_refused():
 @pytest.mark.parametrize(
     ("shape", "dtype", "beta"),
     [((32,), torch.float32, 1), ((32,), torch.float32, 0), ((16, 32), torch.float64, 2), ((31,), torch.bfloat16, 0),
-     ((31,), torch.bfloat16, 1), ((2, 16, 32), torch.bfloat16, 1), ((1,), torch.bfloat16, 1), ((16, 1), torch.bfloat16, 1)],
+     ((31,), torch.bfloat16, 1), ((2, 16, 32), torch.bfloat16, 1), ((1,), torch.bfloat16, 1),
+     ((16, 1), torch.bfloat16, 1)],
     ids=str,
 )  # fmt: skip
 def test_summands_are_taken_and_refused_as_torch_does(shape, dtype, beta):
@@ -152,7 +153,7 @@ def test_summands_are_taken_and_refused_as_torch_does(shape, dtype, beta):
     try:
         torch.addmm(summand, x, columns, beta=beta)
     except RuntimeError:
-        with pytest.raises((RuntimeError, ValueError), match="summand of the operands' dtype|expand"):
+        with pytest.raises((RuntimeError, ValueError), match=r"summand of the operands' dtype|expand"):
             torch.addmm(summand, x, face, beta=beta)
     else:
         product = torch.addmm(summand, x, face, beta=beta)

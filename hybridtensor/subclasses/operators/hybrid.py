@@ -115,7 +115,7 @@ def _views(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
 @table.register(aten.new_empty.default)
 def _empty_faces(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
     # Private in FSDP2: ``_chunk_with_empty`` makes the shards of ranks without rows by ``new_empty(0)``.
-    if func is aten.new_empty.default and args[0].config is not None and tuple(args[1]) == (0,):
+    if args[0].config is not None and tuple(args[1]) == (0,):
         raise ValueError(
             "fully_shard: a persistent weight has fewer rows than there are ranks, with shards "
             f"{tuple(args[0].shape)}; leave it out of quantize_, or use fewer ranks"
