@@ -243,6 +243,21 @@ def test_slices_keep_the_values(name, cut):
         assert torch.equal(got, cut(value))
 
 
+@pytest.mark.parametrize("name", ["row", "hybrid", "identity"])
+@pytest.mark.parametrize(
+    "cut", [lambda x: x[1:4], lambda x: x[::2], lambda x: x[:, 3:7], lambda x: x.t()[2:5], lambda x: x[:, 1:2]],
+    ids=["rows", "step", "columns", "transposed", "column"],
+)  # fmt: skip
+def test_slices_lie_as_those_of_plain_tensors(name, cut):
+    """What is made contiguous, or flattened, of one that has gaps is a copy."""
+    x, plain = make(HybridTensor, name), random_tensor(6, 8)
+    part, expected = cut(x), cut(plain)
+    for made in (lambda t: t, torch.clone, lambda t: t.contiguous(), lambda t: t.reshape(-1), lambda t: t.float()):
+        assert made(part).stride() == made(expected).stride()
+    aliases = [t.contiguous().data_ptr() == t.data_ptr() for t in (part, expected)]
+    assert aliases[0] == aliases[1]
+
+
 def test_slices_of_a_batch_take_whole_groups_of_rows():
     x = Float8Quantizer(granularity="row").quantize(random_tensor(4, 3, 8))
     for got, value in zip(faces(x[1:3]), faces(x), strict=True):

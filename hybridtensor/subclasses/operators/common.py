@@ -277,10 +277,17 @@ def to_copy_options(x: Tensor, kwargs: Kwargs) -> tuple[torch.dtype, Kwargs]:
     return dtype, kept
 
 
+def outline(x: Tensor) -> Tensor:
+    """Return a tensor without memory that lies as ``x``: torch works out how its views and copies lie."""
+    return torch.empty_strided(x.shape, x.stride(), device="meta")
+
+
 def to_copy_stride(x: Tensor, memory_format: torch.memory_format | None) -> tuple[int, ...] | None:
-    """Return the strides of a copy: this tensor's, or contiguous if requested."""
+    """Return the strides of a copy: this tensor's, without the gaps of a slice, or contiguous if requested."""
     if memory_format in (None, torch.preserve_format):
-        return tuple(x.stride())
+        reach = sum((extent - 1) * by for extent, by in zip(x.shape, x.stride(), strict=True))
+        like = x if reach + 1 == x.numel() else torch.empty_like(outline(x))
+        return tuple(like.stride())
     if memory_format == torch.contiguous_format:
         return None
     raise ValueError(

@@ -15,6 +15,7 @@ from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 from hybridtensor.subclasses.operators.common import (
     alias,
     bound,
+    outline,
     register_common,
     to_copy_options,
     to_copy_stride,
@@ -87,7 +88,8 @@ def _slice(x: QuantizedTensor, dim: int, start: int, stop: int, step: int) -> Qu
         packed, stop = x.format.elements_per_byte, x.format.stored(stop)
     qdata = aten.slice.Tensor(x.qdata, stored_axis, start // packed, stop // packed, step)
     face = Face(qdata, scale, tensor_scale, x.format)
-    return QuantizedTensor(face, x.axis, x.nominal_dtype, tuple(size), cuts_group=cuts)
+    strides = [by * step if i == dim else by for i, by in enumerate(x.stride())]
+    return QuantizedTensor(face, x.axis, x.nominal_dtype, tuple(size), tuple(strides), cuts)
 
 
 def _select(x: QuantizedTensor, index: int) -> QuantizedTensor:
@@ -135,16 +137,23 @@ def _view(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
             f"view: a stack of {x.matrix_shape} matrices stays one, or is flattened, got {size} for "
             f"{tuple(x.shape)}; dequantize first"
         )
-    if not x.is_contiguous():
-        raise RuntimeError(
-            f"view: a tensor with strides {tuple(x.stride())} is not contiguous; call contiguous()"
-        )
+    stride = None if x.is_contiguous() else _strides_of_view(x, size)
     if len(size) != 1 and not x.is_stack and size[-1] != x.matrix_shape[1]:
         raise NotImplementedError(
             f"view: {tuple(x.shape)} as {size} would split the scale groups of a {x.matrix_shape} matrix in "
             f"{x.format}; keep the last dimension {x.matrix_shape[1]}, or dequantize first"
         )
-    return x.map_inner(lambda t: t, size=size)
+    return x.map_inner(lambda t: t, size=size, stride=stride)
+
+
+def _strides_of_view(x: QuantizedTensor, size: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a view as torch finds them; raise RuntimeError where it takes a copy."""
+    try:
+        return outline(x).view(size).stride()
+    except RuntimeError:
+        raise RuntimeError(
+            f"view: a tensor with strides {tuple(x.stride())} is not contiguous; call contiguous()"
+        ) from None
 
 
 @table.register(aten.clone.default)
