@@ -277,6 +277,11 @@ def to_copy_options(x: Tensor, kwargs: Kwargs) -> tuple[torch.dtype, Kwargs]:
     return dtype, kept
 
 
+def values_for(dst: Tensor, src: WrapperTensor) -> Tensor:
+    """Return the values of ``src`` for a copy into a plain tensor, rounded once where that is possible."""
+    return src.dequantize(dst.dtype if dst.is_floating_point() else None)
+
+
 def outline(x: Tensor) -> Tensor:
     """Return a tensor without memory that lies as ``x``: torch works out how its views and copies lie."""
     return torch.empty_strided(x.shape, x.stride(), device="meta")

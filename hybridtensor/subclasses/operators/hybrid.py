@@ -19,6 +19,7 @@ from hybridtensor.subclasses.operators.common import (
     bound,
     refuse_products,
     register_common,
+    values_for,
 )
 from hybridtensor.subclasses.operators.matmul import register_matmul, require_reader
 from hybridtensor.subclasses.operators.quantized import check_copy
@@ -138,7 +139,7 @@ def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     non_blocking = bound(args[1:], kwargs, ("non_blocking", False))[0]
     if not isinstance(dst, HybridTensor):
         require_reader("copy_", src)
-        dst.copy_(src.dequantize(dst.dtype), non_blocking=non_blocking)
+        dst.copy_(values_for(dst, src), non_blocking=non_blocking)
         return dst
     if isinstance(src, HybridTensor) and _same_kind(dst, src):
         _check_copy(dst, src)

@@ -19,6 +19,7 @@ from hybridtensor.subclasses.operators.common import (
     register_common,
     to_copy_options,
     to_copy_stride,
+    values_for,
 )
 from hybridtensor.subclasses.operators.matmul import register_matmul
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
@@ -227,7 +228,7 @@ def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     src = args[1]
     non_blocking = bound(args[1:], kwargs, ("non_blocking", False))[0]
     if not isinstance(dst, QuantizedTensor):
-        dst.copy_(src.dequantize(dst.dtype), non_blocking=non_blocking)
+        dst.copy_(values_for(dst, src), non_blocking=non_blocking)
         return dst
     if not isinstance(src, QuantizedTensor):
         raise NotImplementedError(
