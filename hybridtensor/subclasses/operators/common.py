@@ -147,15 +147,9 @@ def _is_same_size(func: Func, args: Args, kwargs: Kwargs) -> bool:
 def _plain_like(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Return a plain tensor: optimizer state must never be quantized by accident."""
     x = args[0]
-    kwargs = {
-        "dtype": x.dtype,
-        "device": x.device,
-        **{k: v for k, v in kwargs.items() if v is not None},
-    }
-    shaped = torch.empty_strided(
-        x.shape, x.stride(), dtype=kwargs["dtype"], device=kwargs["device"]
-    )
-    made: Tensor = func(shaped, *args[1:], **kwargs)
+    options = {"dtype": x.dtype, "device": x.device}
+    options |= {name: value for name, value in kwargs.items() if value is not None}
+    made: Tensor = func(outline(x), *args[1:], **options)
     return made
 
 
