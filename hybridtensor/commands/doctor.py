@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import platform
+import re
 import shutil
 import subprocess
 import textwrap
@@ -159,8 +160,8 @@ def problems(machine: Machine) -> list[str]:
 
 
 def _numbers(version: str | None) -> tuple[int, int]:
-    major, minor, *_ = (version or "0.0").split(".")
-    return int(major), int(minor)
+    found = re.match(r"(\d+)\.(\d+)", version or "")
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def _told(version: tuple[int, int]) -> str:

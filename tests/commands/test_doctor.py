@@ -27,6 +27,7 @@ def test_the_machine_that_figures_are_of_has_no_problems():
         ({"torch": "2.13.0+cu130"}, {}, "torch 2.13.0+cu130 with a GPU: with GPUs only 2.11 was ever run"),
         ({"triton": None}, {}, "triton is missing"),
         ({"torchao": "0.16.0"}, {}, "torchao 0.16.0: 0.17 or later is required"),
+        ({"torchao": "0.16rc1"}, {}, "torchao 0.16rc1: 0.17 or later is required"),
         ({"torchao": None}, {}, "torchao is missing: 0.17 or later is required"),
         ({}, {"capability": (10, 0)}, "compute capability (10, 0): only Hopper's (9, 0) was ever run"),
         ({}, {"is_rocm": True}, "an AMD GPU: this library never ran on one"),
