@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -124,7 +125,9 @@ class HybridTensorQuantizer(HfQuantizer):
         # would name the whole state.
         model._keys_to_ignore_on_load_unexpected = {*ignored, rf"{STATE}\."}  # loaded by ourselves
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **_: object) -> nn.Module:
+    def _process_model_after_weight_loading(
+        self, model: PreTrainedModel, **_: object
+    ) -> PreTrainedModel:
         config = self.quantization_config
         quantize_(model, config.read(), keep_bf16=config.keep_bf16)
         saved: dict[str, Tensor] = {}
@@ -133,7 +136,7 @@ class HybridTensorQuantizer(HfQuantizer):
                 names = [name for name in tensors.keys() if STATE in name]  # noqa: SIM118  (no dict)
                 saved |= {name: tensors.get_tensor(name) for name in names}
         if saved:
-            model.load_state_dict(saved, strict=False)
+            _load_state(model, saved)
         return model
 
 
@@ -226,6 +229,29 @@ class StepCallback(TrainerCallback):
             logs.update(numbers)
             # Trainer has put ``logs`` into its history before it calls back.
             state.log_history[-1].update(numbers)
+
+
+def _load_state(model: PreTrainedModel, saved: dict[str, Tensor]) -> None:
+    """Load the state of recipes that a checkpoint has, under the names that the model has for it."""
+    own = _state_of(model)
+    # Private to Transformers: how it renamed the weights of this checkpoint, which ``save_pretrained`` reverses.
+    changes = getattr(model, "_weight_conversions", None) or ()
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    names = {
+        name: rename_source_key(name, renamings, [], model.base_model_prefix, own)[0]
+        for name in saved
+    }
+    model.load_state_dict({names[name]: value for name, value in saved.items()}, strict=False)
+    loaded = {name.rpartition(".")[0] for name in names.values()}
+    fresh = {name.rpartition(".")[0] for name in own} - loaded
+    if fresh:
+        warnings.warn(
+            f"HybridTensorConfig: the checkpoint has no state of recipes for {len(fresh)} layers, such as "
+            f"{min(fresh)}, so that their delayed scales and random rounding start fresh; to resume "
+            "training load the model's own state_dict() instead, which has it",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _state_of(model: nn.Module) -> dict[str, Tensor]:

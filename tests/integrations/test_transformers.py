@@ -9,7 +9,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from loops import losses
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import hybridtensor as ht
 from hybridtensor.torchao_compat import FqnToConfig
@@ -108,6 +108,48 @@ def test_what_was_trained_is_saved_plain_and_loaded_with_its_recipe(recipe, fold
     assert torch.equal(logits(again), logits(model))
     configs = [str(p.config) for p in model.parameters() if isinstance(p, ht.MasterWeight)]
     assert configs == [str(p.config) for p in again.parameters() if isinstance(p, ht.MasterWeight)] != []
+
+
+RENAMED = {
+    "Mixtral": ("AutoModelForCausalLM", {"num_local_experts": 4, "num_key_value_heads": 2, "vocab_size": 96}),
+    "ViT": ("AutoModelForImageClassification", {"image_size": 32, "patch_size": 8, "num_labels": 16}),
+    "Llama": ("AutoModel", {"num_key_value_heads": 2, "vocab_size": 96}),
+}
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+@pytest.mark.parametrize("name", RENAMED)
+def test_state_is_loaded_where_checkpoints_have_other_names(name, recipe, tmp_path, recwarn):
+    """Those of former versions of Transformers, or of a model with a head. Oracle: the state that was saved."""
+    auto, given = RENAMED[name]
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, **given
+    )
+    whole = getattr(transformers, "AutoModelForCausalLM" if auto == "AutoModel" else auto)
+    whole.from_config(config).save_pretrained(tmp_path / "plain")
+    saved = whole.from_pretrained(tmp_path / "plain", quantization_config=HybridTensorConfig(recipe))
+    states = {name: state for name, state in saved.state_dict().items() if "quantization_state" in name}
+    with torch.no_grad():
+        for i, (entry, state) in enumerate(states.items()):
+            if not entry.endswith("layout"):
+                state.add_(i)  # of the buffers themselves
+    saved.save_pretrained(tmp_path / "saved")
+    again = getattr(transformers, auto).from_pretrained(tmp_path / "saved")
+    loaded = {name: state for name, state in again.state_dict().items() if "quantization_state" in name}
+    prefix = "model." if auto == "AutoModel" else ""
+    assert len(loaded) == len(states) > 0
+    for entry, state in loaded.items():
+        assert torch.equal(state, states[f"{prefix}{entry}"]), entry
+    assert not [w for w in recwarn if "start fresh" in str(w.message)]
+
+
+def test_layers_without_saved_state_are_named(folder, tmp_path):
+    load(folder, "fp8_delayed").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    others = {name: value for name, value in load_file(file).items() if "layers.1.mlp.up_proj.q" not in name}
+    save_file(others, file, {"format": "pt"})
+    with pytest.warns(UserWarning, match=r"for 1 layers, such as model\.layers\.1\.mlp\.up_proj\.quantization_state"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed", "nvfp4"])
