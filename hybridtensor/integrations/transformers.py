@@ -173,9 +173,8 @@ class StepCallback(TrainerCallback):
         optimizer: object = None,
         **_: object,
     ) -> None:
-        """Advance, unless a gradient scaler skipped the step."""
-        if not getattr(optimizer, "step_was_skipped", False):
-            step_(model)
+        """Advance, or drop the amaxes of a step that a gradient scaler skipped."""
+        step_(model, skipped=bool(getattr(optimizer, "step_was_skipped", False)))
 
     def on_save(
         self,

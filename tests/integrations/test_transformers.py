@@ -4,6 +4,7 @@ import json
 import logging
 import subprocess
 import sys
+import types
 from collections import OrderedDict
 
 import pytest
@@ -166,6 +167,20 @@ def test_trainer_advances_state_once_a_step(recipe, folder, tmp_path):
         optimizer.step()
         optimizer.zero_grad()
         ht.step_(other)
+    assert_same(model, other)
+
+
+def test_a_step_that_a_gradient_scaler_skipped_leaves_no_amaxes(folder):
+    """Oracle: a model that never had the overflow."""
+    model, other = (load(folder, "fp8_delayed").train() for _ in range(2))
+    callback, stepped = StepCallback(), types.SimpleNamespace(step_was_skipped=False)
+    model.model.layers[0].mlp.down_proj(torch.ones(1, 128)).backward(torch.full((1, 64), torch.inf))
+    overflown = types.SimpleNamespace(step_was_skipped=True)  # Accelerate's optimizer after an overflow
+    callback.on_optimizer_step(None, None, None, model=model, optimizer=overflown)
+    model.zero_grad()
+    for each in (model, other):
+        each(input_ids=IDS, labels=IDS).loss.backward()
+        callback.on_optimizer_step(None, None, None, model=each, optimizer=stepped)
     assert_same(model, other)
 
 
