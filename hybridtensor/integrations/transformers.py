@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,8 +18,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hybridtensor.arguments import require_items, require_kind, require_text, shown, wrong
 from hybridtensor.convert import quantize_
+from hybridtensor.layers import layers_of
 from hybridtensor.recipes import from_name
 from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.selection import Plan, choose
 from hybridtensor.state import STATE, LayerState
 from hybridtensor.state.step import step_
 from hybridtensor.state.training import layer_states
@@ -111,10 +114,22 @@ class HybridTensorQuantizer(HfQuantizer):
     is_trainable = True
     is_qat_trainable = True
     is_compileable = True
+    quantization_config: HybridTensorConfig
 
     def is_serializable(self) -> bool:
         """Return True: state dicts of converted models are plain, and have the state of recipes."""
         return True
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:
+        """Write the recipes that layers have now into the model's config, and leave its weights to Transformers."""
+        layers = [(layer, layer.recipe.config) for layer in layers_of(model) if layer.recipe]
+        recipes = _by_name(layers)
+        if recipes:
+            self.quantization_config = _config_of(model, recipes, self.quantization_config)
+            model.config.quantization_config = self.quantization_config
+        elif hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        return None, {}
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: object
@@ -228,6 +243,28 @@ class StepCallback(TrainerCallback):
             logs.update(numbers)
             # Trainer has put ``logs`` into its history before it calls back.
             state.log_history[-1].update(numbers)
+
+
+def _by_name(plan: Plan) -> dict[str, HybridConfig]:
+    """Return recipes by the names that layers have in the model without wrappers."""
+    names = [[part for part in layer.name.split(".") if part not in _WRAPPED] for layer, _ in plan]
+    return {".".join(name): recipe for name, (_, recipe) in zip(names, plan, strict=True)}
+
+
+def _config_of(
+    model: PreTrainedModel, recipes: dict[str, HybridConfig], last: HybridTensorConfig
+) -> HybridTensorConfig:
+    """Return the config that gives each layer the recipe that it has now: the last one, if it still does."""
+    first, *others = dict.fromkeys(recipes.values())
+    candidates = [last] if others else [last, HybridTensorConfig(first, last.keep_bf16)]
+    for config in candidates:
+        try:
+            plan = choose(model, config.read(), keep_bf16=config.keep_bf16)
+        except ValueError:  # it names a layer that the model had
+            continue
+        if _by_name(plan) == recipes:
+            return config
+    return HybridTensorConfig(FqnToConfig(OrderedDict(recipes)))
 
 
 def _load_state(model: PreTrainedModel, saved: dict[str, Tensor]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from loops import losses
 from safetensors.torch import load_file, save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import hybridtensor as ht
 from hybridtensor.torchao_compat import FqnToConfig
@@ -151,6 +152,29 @@ def test_layers_without_saved_state_are_named(folder, tmp_path):
     save_file(others, file, {"format": "pt"})
     with pytest.warns(UserWarning, match=r"for 1 layers, such as model\.layers\.1\.mlp\.up_proj\.quantization_state"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+CHANGES = {
+    "one recipe": lambda model: ht.set_config_(model, "fp8_delayed"),
+    "by name": lambda model: ht.set_config_(model, FqnToConfig(OrderedDict({"re:.*q_proj": "nvfp4_1d_weight"}))),
+    "one more layer": lambda model: ht.quantize_(model, FqnToConfig(OrderedDict({"lm_head": "nvfp4_1d_weight"}))),
+    "a block in a wrapper": lambda model: setattr(model.model.layers, "0", checkpoint_wrapper(model.model.layers[0])),
+    "plain": ht.plain_,
+    "plain, and quantized anew": lambda model: ht.quantize_(ht.plain_(model), "mxfp8"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_the_recipes_that_are_saved_are_those_of_the_layers(change, folder, tmp_path):
+    """Oracle: the recipe of each layer of the model that was saved."""
+    model = load(folder, "fp8", keep_bf16=["model.layers.1.mlp"])
+    change(model)
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    recipes, others = ([getattr(p, "config", None) for p in each.parameters()] for each in (model, again))
+    assert others == recipes
+    assert_same(again, model)
+    assert ("quantization_config" in json.loads((tmp_path / "config.json").read_text())) == any(recipes)
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed", "nvfp4"])
