@@ -129,6 +129,7 @@ class HybridTensorQuantizer(HfQuantizer):
             model.config.quantization_config = self.quantization_config
         elif hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
+        _save_states_once(model)
         return None, {}
 
     def _process_model_before_weight_loading(
@@ -267,9 +268,16 @@ def _config_of(
     return HybridTensorConfig(FqnToConfig(OrderedDict(recipes)))
 
 
+def _save_states_once(model: PreTrainedModel) -> None:
+    """Let ``save_pretrained`` save the state that tied layers share by one name: it refuses tensors with several."""
+    ignored = [name for name in model._keys_to_ignore_on_save or () if STATE not in name]
+    # Private to Transformers: entries that it deletes from the state dict.
+    model._keys_to_ignore_on_save = [*ignored, *(_all_names(model) - _state_of(model).keys())]
+
+
 def _load_state(model: PreTrainedModel, saved: dict[str, Tensor]) -> None:
     """Load the state of recipes that a checkpoint has, under the names that the model has for it."""
-    own = _state_of(model)
+    own = dict.fromkeys(_all_names(model), True)
     # Private to Transformers: how it renamed the weights of this checkpoint, which ``save_pretrained`` reverses.
     changes = getattr(model, "_weight_conversions", None) or ()
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
@@ -278,8 +286,9 @@ def _load_state(model: PreTrainedModel, saved: dict[str, Tensor]) -> None:
         for name in saved
     }
     model.load_state_dict({names[name]: value for name, value in saved.items()}, strict=False)
-    loaded = {name.rpartition(".")[0] for name in names.values()}
-    fresh = {name.rpartition(".")[0] for name in own} - loaded
+    loaded = {name.rpartition(".")[0] + "." for name in names.values()}
+    known = {state for prefix, state in _named_states(model) if prefix in loaded}
+    fresh = [prefix[:-1] for prefix, state in _named_states(model) if state not in known]
     if fresh:
         warnings.warn(
             f"HybridTensorConfig: the checkpoint has no state of recipes for {len(fresh)} layers, such as "
@@ -291,13 +300,21 @@ def _load_state(model: PreTrainedModel, saved: dict[str, Tensor]) -> None:
 
 
 def _state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state of recipes by its names in the model's state dict."""
+    """Return the state of recipes by its names in the model's state dict, what tied layers share by the first."""
     # Not by the model's own ``state_dict``: rank 0 alone comes here, while FullyShardedDataParallel would gather all
     # parameters from all ranks.
     found: dict[str, Tensor] = {}
-    for prefix, state in _named_states(model):
+    first = {state: prefix for prefix, state in reversed([*_named_states(model)])}
+    for state, prefix in first.items():
         found |= state.state_dict(prefix=prefix)
     return {name: value.contiguous() for name, value in found.items()}
+
+
+def _all_names(model: nn.Module) -> set[str]:
+    """Return all names of the state of recipes in the model's state dict."""
+    return {
+        f"{prefix}{name}" for prefix, state in _named_states(model) for name in state.state_dict()
+    }
 
 
 def _named_states(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, LayerState]]:

@@ -145,6 +145,34 @@ def test_state_is_loaded_where_checkpoints_have_other_names(name, recipe, tmp_pa
     assert not [w for w in recwarn if "start fresh" in str(w.message)]
 
 
+def test_state_that_tied_layers_share_is_saved_once(tmp_path, recwarn):
+    """Oracle: the state that was saved, under both names."""
+    if not hasattr(transformers, "NeoMMEConfig"):
+        pytest.skip("needs a transformers that has NeoMME, whose linear layers are tied")
+    config = transformers.NeoMMEConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96,
+    )  # fmt: skip
+    kind = transformers.NeoMMEForMaskedLM
+    kind(config).save_pretrained(tmp_path / "plain")
+    model = kind.from_pretrained(tmp_path / "plain", quantization_config=HybridTensorConfig("fp8_delayed"))
+    state = model.unembedding_projection.quantization_state
+    assert state is model.model.embed_tokens.embedding_projection.quantization_state
+    state.encode_scale.fill_(3.0)
+    model.save_pretrained(tmp_path / "saved")
+    again = kind.from_pretrained(tmp_path / "saved")
+    assert again.unembedding_projection.weight is again.model.embed_tokens.embedding_projection.weight
+    assert_same(again, model)
+    assert not [w for w in recwarn if "start fresh" in str(w.message)]
+    # beside adapters, where the model is not saved
+    (tmp_path / "checkpoint-1").mkdir()
+    step = types.SimpleNamespace(global_step=1, is_world_process_zero=True)
+    StepCallback().on_save(types.SimpleNamespace(output_dir=tmp_path), step, None, model=model)
+    late = kind.from_pretrained(tmp_path / "plain", quantization_config=HybridTensorConfig("fp8_delayed"))
+    StepCallback().on_train_begin(types.SimpleNamespace(output_dir=tmp_path), step, None, model=late)
+    assert_same(late, model)
+
+
 def test_layers_without_saved_state_are_named(folder, tmp_path):
     load(folder, "fp8_delayed").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
