@@ -16,6 +16,7 @@ from hybridtensor.arguments import require_kind
 from hybridtensor.linear.function import linear
 from hybridtensor.linear.grouped import batched_linear, grouped_linear
 from hybridtensor.linear.operands import Weight
+from hybridtensor.linear.stack_forward import multiply_in_groups
 from hybridtensor.linear.tensor_parallel import require_own_tokens
 from hybridtensor.linear.values import read, values_of
 from hybridtensor.ops.autograd import Function
@@ -285,6 +286,7 @@ def intercept_others() -> None:
         operator = getattr(getattr(torch.ops, library), name, None)
         if operator is not None and operator not in MasterWeight.functions.handlers:
             intercept_products(operator)(_grouped_mm)
+    multiply_in_groups()
 
 
 @intercept_products(torch.bmm, Tensor.bmm)

@@ -8,7 +8,9 @@ of this library.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -83,6 +85,30 @@ class StackForward(LayerForward):
             if weight.record.layer is not recipe.state or weight.record.is_new:
                 go_by(recipe, weight.record, weight.config, layer)
         return self.run(layer, args, kwargs)
+
+
+def multiply_in_groups() -> None:
+    """Let converted experts of Transformers run ``grouped_mm`` for ``batched_mm``, which copies an expert per token."""
+    library = sys.modules.get(
+        "transformers.integrations.moe"
+    )  # imported once a model with experts is
+    ways: Any = getattr(library, "ALL_EXPERTS_FUNCTIONS", {})
+    batched, grouped = ways.get("batched_mm"), ways.get("grouped_mm")
+    # On a GPU ``generate`` changes from one to the other for decoding, whatever the model is to run.
+    if batched and grouped and getattr(batched, "func", None) is not _in_groups:
+        ways.register("batched_mm", functools.partial(_in_groups, batched, grouped))
+
+
+def _in_groups(
+    batched: Callable[..., object],
+    grouped: Callable[..., object],
+    module: nn.Module,
+    *args: object,
+    **kwargs: object,
+) -> object:
+    """Run a module of experts in groups if it is converted, else in batches."""
+    run = grouped if STACKS in module.__dict__ else batched
+    return run(module, *args, **kwargs)
 
 
 def _at(layer: nn.Module, name: str) -> Any:

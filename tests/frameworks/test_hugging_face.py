@@ -221,8 +221,18 @@ def test_experts_are_quantized(name):
         assert found.coverage.parameters > 0.85
         losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=2**-8)  # other sums of the experts' outputs
-    with pytest.raises(NotImplementedError, match="experts_implementation='grouped_mm'"):
-        ht.quantize_(experts_model(name, "batched_mm"), "mxfp8")(input_ids=IDS)
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
+def test_generating_on_a_gpu_multiplies_quantized_experts_in_groups(persistent):
+    """There ``generate`` takes ``batched_mm``, which copies experts for each token. Oracle: ``grouped_mm``."""
+    model, plain = experts_model("Mixtral", "grouped_mm"), experts_model("Mixtral", "batched_mm")
+    unlike = plain(input_ids=IDS).logits
+    ht.quantize_(model, "mxfp8", persistent=persistent)
+    expected = model(input_ids=IDS).logits
+    model.set_experts_implementation("batched_mm")
+    assert torch.equal(model(input_ids=IDS).logits, expected)
+    assert torch.equal(plain(input_ids=IDS).logits, unlike)  # models that are not converted run what they did
 
 
 def test_most_of_mixtral_is_quantized():
