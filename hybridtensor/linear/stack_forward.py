@@ -86,6 +86,10 @@ class StackForward(LayerForward):
                 go_by(recipe, weight.record, weight.config, layer)
         return self.run(layer, args, kwargs)
 
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        multiply_in_groups()  # quantize_ may have run in another process
+        super().__setstate__(state)
+
 
 def multiply_in_groups() -> None:
     """Let converted experts of Transformers run ``grouped_mm`` for ``batched_mm``, which copies an expert per token."""

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import pickle
+import sys
 import warnings
 
 import processes
@@ -223,7 +225,7 @@ def test_experts_are_quantized(name):
     assert losses[0] == pytest.approx(losses[1], rel=2**-8)  # other sums of the experts' outputs
 
 
-@pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
+@KINDS
 def test_generating_on_a_gpu_multiplies_quantized_experts_in_groups(persistent):
     """There ``generate`` takes ``batched_mm``, which copies experts for each token. Oracle: ``grouped_mm``."""
     model, plain = experts_model("Mixtral", "grouped_mm"), experts_model("Mixtral", "batched_mm")
@@ -233,6 +235,15 @@ def test_generating_on_a_gpu_multiplies_quantized_experts_in_groups(persistent):
     model.set_experts_implementation("batched_mm")
     assert torch.equal(model(input_ids=IDS).logits, expected)
     assert torch.equal(plain(input_ids=IDS).logits, unlike)  # models that are not converted run what they did
+
+
+def test_experts_are_multiplied_in_groups_in_a_process_that_did_not_quantize_them():
+    """Oracle: the model that was pickled."""
+    model = ht.quantize_(experts_model("Mixtral", "batched_mm"), "mxfp8")
+    expected, pickled = model(input_ids=IDS).logits, pickle.dumps(model)
+    ways = sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS
+    ways.register("batched_mm", ways["batched_mm"].args[0])  # Transformers' own, as in another process
+    assert torch.equal(pickle.loads(pickled)(input_ids=IDS).logits, expected)
 
 
 def test_most_of_mixtral_is_quantized():
