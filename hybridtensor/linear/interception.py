@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hybridtensor.arguments import require_kind
 from hybridtensor.linear.function import linear
 from hybridtensor.linear.grouped import batched_linear, grouped_linear
+from hybridtensor.linear.layer_forward import STACKS
 from hybridtensor.linear.operands import Weight
-from hybridtensor.linear.stack_forward import multiply_in_groups
 from hybridtensor.linear.tensor_parallel import require_own_tokens
 from hybridtensor.linear.values import read, values_of
 from hybridtensor.ops.autograd import Function
@@ -286,7 +287,29 @@ def intercept_others() -> None:
         operator = getattr(getattr(torch.ops, library), name, None)
         if operator is not None and operator not in MasterWeight.functions.handlers:
             intercept_products(operator)(_grouped_mm)
-    multiply_in_groups()
+    _multiply_in_groups()
+
+
+def _multiply_in_groups() -> None:
+    """Let converted experts of Transformers run ``grouped_mm`` for ``batched_mm``, which copies an expert per token."""
+    library = sys.modules.get("transformers.integrations.moe")  # there once a model with experts is
+    ways: Any = getattr(library, "ALL_EXPERTS_FUNCTIONS", {})
+    batched, grouped = ways.get("batched_mm"), ways.get("grouped_mm")
+    # On a GPU ``generate`` changes from one to the other for decoding, whatever the model is to run.
+    if batched and grouped and getattr(batched, "func", None) is not _in_groups:
+        ways.register("batched_mm", functools.partial(_in_groups, batched, grouped))
+
+
+def _in_groups(
+    batched: Callable[..., object],
+    grouped: Callable[..., object],
+    module: nn.Module,
+    *args: object,
+    **kwargs: object,
+) -> object:
+    """Run a module of experts in groups if it is converted, else in batches."""
+    run = grouped if STACKS in module.__dict__ else batched
+    return run(module, *args, **kwargs)
 
 
 @intercept_products(torch.bmm, Tensor.bmm)

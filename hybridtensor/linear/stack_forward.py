@@ -8,9 +8,7 @@ of this library.
 from __future__ import annotations
 
 import contextlib
-import functools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch.nn.utils import parametrize
 
 from hybridtensor.dtensor import local
 from hybridtensor.linear.function import require_plain_autograd
+from hybridtensor.linear.interception import intercept_others
 from hybridtensor.linear.layer_forward import (
     STACKS,
     LayerForward,
@@ -87,32 +86,8 @@ class StackForward(LayerForward):
         return self.run(layer, args, kwargs)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        multiply_in_groups()  # quantize_ may have run in another process
+        intercept_others()  # quantize_ may have run in another process
         super().__setstate__(state)
-
-
-def multiply_in_groups() -> None:
-    """Let converted experts of Transformers run ``grouped_mm`` for ``batched_mm``, which copies an expert per token."""
-    library = sys.modules.get(
-        "transformers.integrations.moe"
-    )  # imported once a model with experts is
-    ways: Any = getattr(library, "ALL_EXPERTS_FUNCTIONS", {})
-    batched, grouped = ways.get("batched_mm"), ways.get("grouped_mm")
-    # On a GPU ``generate`` changes from one to the other for decoding, whatever the model is to run.
-    if batched and grouped and getattr(batched, "func", None) is not _in_groups:
-        ways.register("batched_mm", functools.partial(_in_groups, batched, grouped))
-
-
-def _in_groups(
-    batched: Callable[..., object],
-    grouped: Callable[..., object],
-    module: nn.Module,
-    *args: object,
-    **kwargs: object,
-) -> object:
-    """Run a module of experts in groups if it is converted, else in batches."""
-    run = grouped if STACKS in module.__dict__ else batched
-    return run(module, *args, **kwargs)
 
 
 def _at(layer: nn.Module, name: str) -> Any:

@@ -246,6 +246,20 @@ def test_experts_are_multiplied_in_groups_in_a_process_that_did_not_quantize_the
     assert torch.equal(pickle.loads(pickled)(input_ids=IDS).logits, expected)
 
 
+def test_experts_that_are_not_in_bf16_are_compiled_in_a_process_that_did_not_quantize_them():
+    """Transformers multiplies them by an operator of its own in graphs. Oracle: eager code."""
+    model = ht.quantize_(experts_model("Mixtral", "grouped_mm").float(), "mxfp8")
+    expected, pickled = model(input_ids=IDS).logits, pickle.dumps(model)
+    operator = torch.ops.transformers.grouped_mm_fallback
+    for kind in (ht.MasterWeight, ht.HybridTensor):
+        del kind.functions.handlers[operator]  # as in another process
+    again = pickle.loads(pickled)
+    torch._dynamo.reset()
+    for layer in again.model.layers:
+        layer.compile(backend="aot_eager")
+    assert torch.equal(again(input_ids=IDS).logits, expected)
+
+
 def test_most_of_mixtral_is_quantized():
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.MixtralConfig(), dtype=torch.bfloat16)
