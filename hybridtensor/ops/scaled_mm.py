@@ -292,5 +292,10 @@ def rowwise_values(face: Face, dtype: torch.dtype) -> Tensor:
         return face.qdata.to(dtype)
     if face.qdata.dim() == 3:
         matrices = [matrix_of(face, index) for index in range(face.qdata.shape[0])]
+        if not matrices:
+            other, width = face.qdata.shape[1:]
+            return face.qdata.new_empty(
+                (0, other, width * face.format.elements_per_byte), dtype=dtype
+            )
         return torch.stack([rowwise_values(matrix, dtype) for matrix in matrices])
     return dequantize(face.qdata, face.scale, face.tensor_scale, format=face.format, dtype=dtype)

@@ -123,8 +123,8 @@ class QuantizedTensor(WrapperTensor):
 
     @property
     def is_stack(self) -> bool:
-        """Whether this is a face of each matrix of a stack."""
-        return self.qdata.dim() == 3
+        """Whether this is a face of each matrix of a stack, which is not flattened."""
+        return self.qdata.dim() == self.dim() == 3
 
     @property
     def matrix_shape(self) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from hybridtensor import (
     ops,
 )
 from hybridtensor.formats import FP8_E4M3_TENSOR
+from hybridtensor.ops import Groups
 from hybridtensor.state import Context
 from hybridtensor.subclasses.quantizing import face_tensor
 from hybridtensor.subclasses.structure import flatten, unflatten
@@ -218,3 +219,34 @@ def test_new_faces_are_laid_out_as_casts_lay_them_out(make, name):
     for tensor, old in ((new.qdata, face.qdata), (new.scale, face.scale)):
         assert (tensor.shape, tensor.stride()) == (old.shape, old.stride())
     assert torch.equal(new.copy_(face).dequantize(), face.dequantize())
+
+
+@pytest.fixture(params=["nvfp4", "mxfp8", "mxfp4", "1x128"])
+def stack(request):
+    """Return the faces of a stack of matrices."""
+    context = Context("weight", groups=Groups(4))
+    return QUANTIZERS[request.param].quantize(random_tensor(4, 128, 256), context=context)
+
+
+@pytest.mark.parametrize("cut", [lambda x: x[:2], lambda x: x.split(128 * 256), lambda x: x[0], lambda x: x.t()])
+def test_flattened_stacks_are_not_cut_as_stacks(cut, stack):
+    for face in (stack.rowwise, stack.columnwise):
+        flat = face.view(-1)
+        with pytest.raises(NotImplementedError):
+            cut(flat)
+        assert torch.equal(flat.view(4, 128, 256).dequantize(), face.dequantize())
+
+
+def test_empty_like_of_flattened_faces_holds_what_they_hold(stack):
+    faces = [stack.rowwise, stack.columnwise, stack.rowwise[1], stack.columnwise[1]]
+    for face in faces:
+        flat = face.view(-1)
+        new = torch.empty_like(flat)
+        assert new.qdata.shape == face.qdata.shape
+        assert torch.equal(new.copy_(flat).dequantize(), face.dequantize().view(-1))
+
+
+def test_a_stack_of_no_matrices_has_values(stack):
+    for face in (stack.rowwise[2:2], stack.columnwise[2:2]):
+        values = face.dequantize()
+        assert (values.shape, values.dtype) == ((0, 128, 256), face.dtype)

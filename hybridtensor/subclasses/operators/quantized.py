@@ -133,13 +133,13 @@ def _view(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         size = tuple(infer_size(size, x.numel()))  # which raises for another number of elements
     if size == tuple(x.shape):
         return alias(x)
-    if x.is_stack and size[1:] not in ((), x.matrix_shape):
+    if x.qdata.dim() == 3 and size[1:] not in ((), x.matrix_shape):
         raise NotImplementedError(
             f"view: a stack of {x.matrix_shape} matrices stays one, or is flattened, got {size} for "
             f"{tuple(x.shape)}; dequantize first"
         )
     stride = None if x.is_contiguous() else _strides_of_view(x, size)
-    if len(size) != 1 and not x.is_stack and size[-1] != x.matrix_shape[1]:
+    if len(size) != 1 and size[-1] != x.matrix_shape[1]:
         raise NotImplementedError(
             f"view: {tuple(x.shape)} as {size} would split the scale groups of a {x.matrix_shape} matrix in "
             f"{x.format}; keep the last dimension {x.matrix_shape[1]}, or dequantize first"
@@ -196,15 +196,16 @@ def _is_pinned(func: Func, args: Args, kwargs: Kwargs) -> bool:
 def _new(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """Allocate a face of the same format; zeros have scale 1."""
     x: QuantizedTensor = args[0]
-    size = tuple(x.shape if func is aten.empty_like.default else args[1])
     dtype, options = to_copy_options(x, kwargs)
     options.pop("non_blocking", None)
-    columns, stack = size[-1] if size else 1, x.is_stack
-    matrix = (math.prod(size[stack:-1]), columns)
+    if func is aten.empty_like.default:  # of a flattened view, too
+        size, stack, matrix = tuple(x.shape), x.qdata.shape[:-2], x.matrix_shape
+    else:
+        size = tuple(args[1])
+        stack = size[:1] if x.is_stack else ()
+        matrix = math.prod(size[len(stack) : -1]), size[-1] if size else 1
     matrix = matrix if x.axis == -1 else matrix[::-1]
-    layouts = (
-        stack_layouts(x.format, size[0], *matrix) if stack else face_layouts(x.format, *matrix)
-    )
+    layouts = stack_layouts(x.format, *stack, *matrix) if stack else face_layouts(x.format, *matrix)
     options.setdefault("device", x.qdata.device)
     tensors = [
         torch.empty_strided(shape, strides, dtype=of_part, **options)
