@@ -119,8 +119,8 @@ class FaceCache:
         if self._stamp != stamp:
             self.begin(stamp, stream, forward=forward is not None)
         elif self.stream != stream:  # which waits for no cast of the other one
+            self.stream = stream  # first: another thread may store a face
             self._views.clear()
-            self.stream = stream
         if forward is not None:
             # An evaluation between a write and training says nothing of what the next training needs.
             if forward.trained or not self._forwards:
