@@ -182,7 +182,7 @@ def test_copy_into_a_plain_tensor_dequantizes(cls, name):
     for dtype in (torch.bfloat16, torch.float32):
         plain = torch.empty(6, 8, dtype=dtype).copy_(x)
         assert torch.equal(plain, x.dequantize(dtype))
-    for dtype in (torch.int32, torch.bool, torch.complex64):
+    for dtype in (torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2):
         plain, expected = (torch.empty(6, 8, dtype=dtype).copy_(values) for values in (x, x.dequantize()))
         assert torch.equal(plain, expected)
 

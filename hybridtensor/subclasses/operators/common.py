@@ -273,7 +273,8 @@ def to_copy_options(x: Tensor, kwargs: Kwargs) -> tuple[torch.dtype, Kwargs]:
 
 def values_for(dst: Tensor, src: WrapperTensor) -> Tensor:
     """Return the values of ``src`` for a copy into a plain tensor, rounded once where that is possible."""
-    return src.dequantize(dst.dtype if dst.is_floating_point() else None)
+    is_possible = dst.is_floating_point() and dst.dtype.itemsize > 1
+    return src.dequantize(dst.dtype if is_possible else None)
 
 
 def outline(x: Tensor) -> Tensor:
