@@ -157,21 +157,24 @@ def update_(
     if x.is_meta and not dst.is_meta:
         raise ValueError(f"{who}: a tensor with values is required, got one on the meta device")
     with torch.no_grad():
-        x = _as_stored(dst, x.detach())
-        if not _cast_into(quantizer, dst, x, context):
+        target, x = _as_stored(dst, x.detach())
+        if not _cast_into(quantizer, target, x, context):
             rowwise, columnwise = dst.rowwise is not None, dst.columnwise is not None
             faces = quantizer.faces(
                 x, rowwise=rowwise, columnwise=columnwise, dtype=dst.dtype, context=context
             )
-            overwrite_(who, dst, faces)
+            overwrite_(who, target, faces)
     return dst
 
 
-def _as_stored(dst: HybridTensor, x: Tensor) -> Tensor:
-    """Return values as faces hold them: what a flattened view is of is a matrix."""
+def _as_stored(dst: HybridTensor, x: Tensor) -> tuple[HybridTensor, Tensor]:
+    """Return a tensor and values for it as faces hold them: what a flattened view is of is a matrix, or a stack."""
     faces = (face for face in (dst.rowwise, dst.columnwise) if isinstance(face, QuantizedTensor))
     face = next(faces, None)
-    return x if face is None or x.dim() > 1 else x.reshape(-1, face.matrix_shape[1])
+    if face is None or x.dim() > 1:
+        return dst, x
+    size = (*face.qdata.shape[:-2], -1, face.matrix_shape[1])
+    return dst.detach().view(size), x.reshape(size)
 
 
 def _cast_into(quantizer: Quantizer, dst: HybridTensor, x: Tensor, context: Context) -> bool:
@@ -237,11 +240,11 @@ def refresh_all_(pairs: list[tuple[HybridTensor, Tensor]]) -> None:
         # Before the casts below, which read the common scale.
         scale.measure([weight_values(part.recipe, values) for part, values in members])
     for weight, values in unsharded:
-        target = weight
-        fresh = weight_values(weight.recipe, values)
+        target, fresh = _as_stored(weight, weight_values(weight.recipe, values))
+        context = target.context
         if weight.is_transposed:
-            target, fresh = weight.detach().transpose(-2, -1), fresh.transpose(-2, -1)
-        update_(weight.recipe.weight, target, fresh, context=weight.context)
+            target, fresh = target.detach().transpose(-2, -1), fresh.transpose(-2, -1)
+        update_(weight.recipe.weight, target, fresh, context=context)
     for weight, values in pairs:
         weight.high_precision.mark_quantized(values, weight.taken)
 

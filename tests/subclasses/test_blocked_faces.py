@@ -11,6 +11,7 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
 
 from hybridtensor import (
     Float8Quantizer,
@@ -21,6 +22,7 @@ from hybridtensor import (
     NVFP4Quantizer,
     QuantizedTensor,
     ops,
+    quantize_,
 )
 from hybridtensor.formats import FP8_E4M3_TENSOR
 from hybridtensor.ops import Groups
@@ -250,3 +252,19 @@ def test_a_stack_of_no_matrices_has_values(stack):
     for face in (stack.rowwise[2:2], stack.columnwise[2:2]):
         values = face.dequantize()
         assert (values.shape, values.dtype) == ((0, 128, 256), face.dtype)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_rowwise"])
+def test_a_flattened_view_of_persistent_experts_changes_them(recipe):
+    class Experts(nn.Module):
+        num_experts = 4
+
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(random_tensor(4 * 128, 256).view(4, 128, 256))
+
+    flat, whole = (quantize_(Experts(), recipe, persistent=True).w for _ in range(2))
+    flat.data.view(-1).mul_(3.0)
+    whole.data.mul_(3.0)
+    assert torch.equal(flat.original, whole.original)
+    assert torch.equal(flat, whole)
