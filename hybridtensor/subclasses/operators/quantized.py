@@ -199,13 +199,15 @@ def _new(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     dtype, options = to_copy_options(x, kwargs)
     options.pop("non_blocking", None)
     if func is aten.empty_like.default:  # of a flattened view, too
-        size, stack, matrix = tuple(x.shape), x.qdata.shape[:-2], x.matrix_shape
+        size, stack, matrix = tuple(x.shape), tuple(x.qdata.shape[:-2]), x.matrix_shape
     else:
         size = tuple(args[1])
         stack = size[:1] if x.is_stack else ()
         matrix = math.prod(size[len(stack) : -1]), size[-1] if size else 1
     matrix = matrix if x.axis == -1 else matrix[::-1]
-    layouts = stack_layouts(x.format, *stack, *matrix) if stack else face_layouts(x.format, *matrix)
+    layouts = (
+        stack_layouts(x.format, stack[0], *matrix) if stack else face_layouts(x.format, *matrix)
+    )
     options.setdefault("device", x.qdata.device)
     tensors = [
         torch.empty_strided(shape, strides, dtype=of_part, **options)
