@@ -108,11 +108,8 @@ class _Job:
     def store(self, made: Faces) -> None:
         weight, cached = self._weight, self.cached
         row, column = made
-        if row is not None:
-            cached.row = row
-        if column is not None:
-            cached.column = column
-        weight.record.face_cache.store(weight.place, self._stamp, cached, stream_of(self.plain))
+        faces = cached._replace(row=row or cached.row, column=column or cached.column)
+        weight.record.face_cache.store(weight.place, self._stamp, faces, stream_of(self.plain))
 
 
 Kind = tuple[CastPlan, CastPlan | None, int]
@@ -189,11 +186,10 @@ class _Jobs:
         if dtype is None or not faces.awaits_column:
             return
         stamp, plain, config = weight.stamp(dtype), weight.plain, weight.config
-        cached = faces.current(weight.place, stamp)
+        # Another stream does not wait for what the forward measured.
+        cached = faces.current(weight.place, stamp, stream_of(plain))
         if cached is None or cached.column is not None or weight.source is not plain:
             return
-        if faces.stream != stream_of(plain):
-            return  # this stream does not wait for what that forward measured
         if config.keep_faces == "never":
             return
         _, outlast = faces.lifetime(config.keep_faces)
@@ -216,7 +212,7 @@ class _Jobs:
                 # One launch for all weights: each cast by itself takes the host 25 us.
                 found = ops.measure_all(plains, measuring.request)
                 for job, amaxes in zip(jobs, found, strict=True):
-                    job.cached.amaxes = measuring.of_measured(*amaxes)
+                    job.cached = job.cached._replace(amaxes=measuring.of_measured(*amaxes))
             if records:
                 _make_records(jobs, records)
             made = ops.quantize_all(plains, plan.run_request, [job.inputs(plan) for job in jobs])
@@ -231,7 +227,8 @@ def _make_records(jobs: list[_Job], size: int) -> None:
     room = -(-size // _ALIGNED) * _ALIGNED
     memory = torch.zeros(len(jobs) * room, dtype=torch.float32, device=jobs[0].plain.device)
     for index, job in enumerate(jobs):
-        job.cached.amax_record = memory.as_strided((size,), (1,), index * room)
+        record = memory.as_strided((size,), (1,), index * room)
+        job.cached = job.cached._replace(amax_record=record)
 
 
 def _weight_of(layer: nn.Module, name: str) -> MasterWeight | None:

@@ -35,22 +35,16 @@ class Seen(NamedTuple):
     writes: tuple[int, int, int]
 
 
-class CachedFaces:
+class CachedFaces(NamedTuple):
     """The cached faces of one view of a weight's memory, with their amaxes."""
 
-    __slots__ = ("amax_record", "amaxes", "column", "row")
-
-    def __init__(
-        self,
-        row: Face | None = None,
-        column: Face | None = None,
-        amaxes: Amaxes = (None, None),
-        amax_record: Tensor | ReturnedAmaxes | None = None,
-    ) -> None:
-        self.row, self.column, self.amaxes, self.amax_record = row, column, amaxes, amax_record
+    row: Face | None = None
+    column: Face | None = None
+    amaxes: Amaxes = (None, None)
+    amax_record: Tensor | ReturnedAmaxes | None = None
 
 
-_NOTHING = CachedFaces()  # not to be written
+_NOTHING = CachedFaces()
 
 
 class ForwardUse(NamedTuple):
@@ -98,7 +92,8 @@ class FaceCache:
 
     def __init__(self) -> None:
         self._stamp: Stamp | None = None
-        self._views: dict[Place, CachedFaces] = {}
+        # By stream, too: while one thread uses the cache, another one may store faces of its own.
+        self._views: dict[tuple[Place, int], CachedFaces] = {}
         # A step is what lies between two writes. Forwards and backwards of training in this step, and forwards in the
         # last one that had any
         self._forwards = self._backwards = self._last_forwards = 0
@@ -119,7 +114,7 @@ class FaceCache:
         if self._stamp != stamp:
             self.begin(stamp, stream, forward=forward is not None)
         elif self.stream != stream:  # which waits for no cast of the other one
-            self.stream = stream  # first: another thread may store a face
+            self.stream = stream
             self._views.clear()
         if forward is not None:
             # An evaluation between a write and training says nothing of what the next training needs.
@@ -131,7 +126,7 @@ class FaceCache:
             elif _task() == -1:  # inside of a backward it recomputes
                 self._forwards += 1
                 self._evaluations = 0
-        return self._views.get(place, _NOTHING)
+        return self._views.get((place, stream), _NOTHING)
 
     def begin(self, stamp: Stamp, stream: int, *, forward: bool) -> None:
         """Invalidate faces with another stamp."""
@@ -160,13 +155,15 @@ class FaceCache:
     def store(self, place: Place, stamp: Stamp, faces: CachedFaces, stream: int) -> None:
         """Cache new faces of view ``place``, made on ``stream``, unless another thread changed the cache."""
         if self._stamp == stamp and self.stream == stream:
-            self._views[place] = faces
+            self._views[place, stream] = faces
             if faces.column is not None:
                 self.awaits_column = False
 
-    def current(self, place: Place, stamp: Stamp) -> CachedFaces | None:
-        """Return the valid cached faces of a view, or None, without counting a use."""
-        return self._views.get(place, CachedFaces()) if self._stamp == stamp else None
+    def current(self, place: Place, stamp: Stamp, stream: int) -> CachedFaces | None:
+        """Return the cached faces of a view, or None if the last use was another one's, without counting a use."""
+        if self._stamp != stamp or self.stream != stream:
+            return None
+        return self._views.get((place, stream), _NOTHING)
 
     def lifetime(self, policy: str) -> tuple[bool, bool]:
         """Return whether faces outlast one use (so one cast makes both), and the backward, by the recipe's
@@ -186,10 +183,10 @@ class FaceCache:
         again = awaited or self._is_reused or (not forward.trained and self._evaluations > 1)
         frees = policy == "never" or (policy == "auto" and not again)
         lacks = not self._views
-        for view in list(self._views.values()):  # another thread may clear them
+        for place, view in list(self._views.items()):  # another thread may clear them
             lacks = lacks or view.column is None
             if frees:
-                view.row = None
+                self._views[place] = view._replace(row=None)
         # Where none is to be made, backward need not look through the bucket for others.
         self.awaits_column = lacks and (forward.backward_follows or self.awaits_column)
 
@@ -203,8 +200,8 @@ class FaceCache:
         is_over = last > 1 and forwards <= last <= self._backwards
         if policy == "never" or (policy == "auto" and (is_over or not self._is_reused)):
             if policy == "auto" and self._forwards + self._evaluated < self._expected:
-                for view in list(self._views.values()):
-                    view.column = None
+                for place, view in list(self._views.items()):
+                    self._views[place] = view._replace(column=None)
                 return
             self._views.clear()
 
@@ -215,9 +212,9 @@ class FaceCache:
     def rowwise(self, place: Place, stamp: Stamp, stream: int) -> Face | None:
         """Return the rowwise face of a view that is valid on ``stream``, in any dtype, without counting a use."""
         # The last entry is the dtype of faces in high precision; quantized ones do not depend on it.
-        if self._stamp is None or self._stamp[:-1] != stamp[:-1] or self.stream != stream:
+        if self._stamp is None or self._stamp[:-1] != stamp[:-1]:
             return None
-        row = self._views.get(place, _NOTHING).row
+        row = self._views.get((place, stream), _NOTHING).row
         return None if row is None or row.format.values_of is not None else row
 
     def faces(self) -> list[Face]:

@@ -227,8 +227,7 @@ class QuantizedWhenUsed(InterceptingTensor):
             context = self.context_of_products(context, dtype)
         amax_record = amax_record if cached.amax_record is None else cached.amax_record
         made = self._made(row_is_missing, column_is_missing, dtype, context, amax_record, amaxes)
-        made.row, made.column = made.row or row, made.column or column
-        return made
+        return made._replace(row=made.row or row, column=made.column or column)
 
     def _made(
         self,

@@ -14,7 +14,7 @@ import hybridtensor as ht
 from hybridtensor import Float8Quantizer, HybridConfig, MasterWeight
 from hybridtensor.ops import library
 from hybridtensor.subclasses import master_tensor
-from hybridtensor.subclasses.face_cache import CachedFaces, FaceCache, ForwardUse
+from hybridtensor.subclasses.face_cache import EVALUATION, CachedFaces, FaceCache, ForwardUse
 from hybridtensor.subclasses.operators import master as operators
 from hybridtensor.subclasses.quantizing import face_tensors
 from hybridtensor.testing import random_tensor
@@ -417,14 +417,42 @@ def test_another_thread_may_free_faces_while_a_forward_ends():
         def column(self):
             cache.clear()
 
-        @column.setter
-        def column(self, face):
-            """Nothing is there."""
-
     cache = FaceCache()
     for use in (cache.faces, lambda: cache.end_forward("auto", ForwardUse(True, True))):
         cache._views.update({place: Clearing() for place in range(3)})
         use()
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8+free_faces"])
+def test_a_thread_has_the_faces_that_it_got_though_another_one_frees_them(recipe):
+    layer = ht.quantize_(nn.Linear(32, 32), recipe)
+    weight, use = layer.weight, ForwardUse(True, True)
+    for _ in range(2):  # made, then cached
+        found = weight.faces_in_eager_code(
+            weight.stamp(torch.float32), weight.context, forward=use, columnwise=False, amax_record=None
+        )
+        weight.record.face_cache.end_forward(weight.config.keep_faces, use)
+        assert found.row is not None
+
+
+def test_another_thread_may_use_its_own_stream_while_faces_are_looked_up():
+    cache, stamp, place = FaceCache(), (0, None, None, torch.float32), object()
+
+    class Views(dict):
+        def clear(self):
+            super().clear()
+            if cache.stream == 1:
+                cache.use(place, stamp, 2, EVALUATION)
+                cache.store(place, stamp, of_other, 2)
+
+    made, of_other = CachedFaces(amaxes=(torch.ones(1), None)), CachedFaces(amaxes=(torch.ones(1), None))
+    cache._views = Views()
+    cache.use(place, stamp, 0, EVALUATION)
+    cache.store(place, stamp, made, 0)
+    assert cache.use(place, stamp, 0, EVALUATION) is made
+    found = cache.use(place, stamp, 1, EVALUATION)
+    assert found is not made
+    assert found is not of_other
 
 
 @pytest.mark.parametrize("persistent", [False, True])
