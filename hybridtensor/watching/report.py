@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -67,7 +68,7 @@ def report(
     """
     require_kind("report", "a path", path, (str, Path))
     for source in (watched, beside):
-        if isinstance(source, (str, Path)) and Path(source).resolve() == Path(path).resolve():
+        if isinstance(source, (str, Path)) and os.path.realpath(source) == os.path.realpath(path):
             raise ValueError(
                 f"report: a path of the page alone is required, got {path}, a recording that it is of; name another"
             )
