@@ -10,7 +10,7 @@ import datetime
 import difflib
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
-Given = TypeVar("Given")
+Given = TypeVar("Given", bound=Mapping[str, object])
 _LONGEST = 120  # characters of a value that an error shows
 
 
@@ -113,11 +113,10 @@ def require_items(who: str, what: str, values: object, advice: str = "") -> list
 
 def reusable(options: Given) -> Given:
     """Return arguments by name for several calls: iterators, which are empty after the first, as lists."""
-    given: Any = options
-    kept: Given = {
-        name: list(value) if isinstance(value, Iterator) else value for name, value in given.items()
-    }  # type: ignore[assignment]
-    return kept
+    return {  # type: ignore[return-value]
+        name: list(value) if isinstance(value, Iterator) else value
+        for name, value in options.items()
+    }
 
 
 def require_group(who: str, group: object) -> None:

@@ -85,7 +85,7 @@ class StackForward(LayerForward):
                 go_by(recipe, weight.record, weight.config, layer)
         return self.run(layer, args, kwargs)
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
+    def __setstate__(self, state: tuple[object, ...]) -> None:
         intercept_others()  # quantize_ may have run in another process
         super().__setstate__(state)
 
