@@ -92,7 +92,8 @@ class FaceCache:
 
     def __init__(self) -> None:
         self._stamp: Stamp | None = None
-        # By stream, too: while one thread uses the cache, another one may store faces of its own.
+        # By stream, too: while one thread uses the cache, another one may store faces of its own. Replaced where it is
+        # emptied: what a thread still puts into the former one is of no use to anybody.
         self._views: dict[tuple[Place, int], CachedFaces] = {}
         # A step is what lies between two writes. Forwards and backwards of training in this step, and forwards in the
         # last one that had any
@@ -115,7 +116,7 @@ class FaceCache:
             self.begin(stamp, stream, forward=forward is not None)
         elif self.stream != stream:  # which waits for no cast of the other one
             self.stream = stream
-            self._views.clear()
+            self._views = {}
         if forward is not None:
             # An evaluation between a write and training says nothing of what the next training needs.
             if forward.trained or not self._forwards:
@@ -132,7 +133,7 @@ class FaceCache:
         """Invalidate faces with another stamp."""
         self._stamp, self.stream, self.awaits_column = stamp, stream, False
         self.last_use = None
-        self._views.clear()
+        self._views = {}
         if forward and self._forwards:  # the uses so far were those between two writes
             last = self._last_forwards, self._last_evaluated
             now = self._forwards, self._evaluated
@@ -154,13 +155,14 @@ class FaceCache:
 
     def store(self, place: Place, stamp: Stamp, faces: CachedFaces, stream: int) -> None:
         """Cache new faces of view ``place``, made on ``stream``, unless another thread changed the cache."""
+        views = self._views  # before the comparison
         if self._stamp == stamp and self.stream == stream:
-            self._views[place, stream] = faces
+            views[place, stream] = faces
             if faces.column is not None:
                 self.awaits_column = False
 
     def current(self, place: Place, stamp: Stamp, stream: int) -> CachedFaces | None:
-        """Return the cached faces of a view, or None if the last use was another one's, without counting a use."""
+        """Return the cached faces of a view, or None if another stamp or stream came last, without counting a use."""
         if self._stamp != stamp or self.stream != stream:
             return None
         return self._views.get((place, stream), _NOTHING)
@@ -182,11 +184,12 @@ class FaceCache:
         awaited = self._forwards + self._evaluated < self._expected
         again = awaited or self._is_reused or (not forward.trained and self._evaluations > 1)
         frees = policy == "never" or (policy == "auto" and not again)
-        lacks = not self._views
-        for place, view in list(self._views.items()):  # another thread may clear them
+        views = self._views
+        lacks = not views
+        for place, view in list(views.items()):  # another thread may store faces
             lacks = lacks or view.column is None
             if frees:
-                self._views[place] = view._replace(row=None)
+                views[place] = view._replace(row=None)
         # Where none is to be made, backward need not look through the bucket for others.
         self.awaits_column = lacks and (forward.backward_follows or self.awaits_column)
 
@@ -200,14 +203,15 @@ class FaceCache:
         is_over = last > 1 and forwards <= last <= self._backwards
         if policy == "never" or (policy == "auto" and (is_over or not self._is_reused)):
             if policy == "auto" and self._forwards + self._evaluated < self._expected:
-                for place, view in list(self._views.items()):
-                    self._views[place] = view._replace(column=None)
+                views = self._views
+                for place, view in list(views.items()):
+                    views[place] = view._replace(column=None)
                 return
-            self._views.clear()
+            self._views = {}
 
     def clear(self) -> None:
         """Release everything, because the weight was written."""
-        self._views.clear()
+        self._views = {}
 
     def rowwise(self, place: Place, stamp: Stamp, stream: int) -> Face | None:
         """Return the rowwise face of a view that is valid on ``stream``, in any dtype, without counting a use."""

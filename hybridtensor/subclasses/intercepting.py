@@ -192,7 +192,7 @@ class InterceptingTensor(WrapperTensor):
         record = self.record
         layer = record.layer
         state = layer.tensors() if isinstance(layer, LayerState) else layer
-        if self.dim() == 3 and self.is_stack:  # asked of few: each layer comes here
+        if self.dim() == 3 and self.is_stack:  # every linear layer comes here: no call for a matrix
             groups = Groups(self.shape[0], first=record.first or 0)
             return Context("weight", state, section=record.section, groups=groups)
         known = record.context  # of a matrix, maybe of one of a stack, whose record it shares

@@ -436,23 +436,41 @@ def test_a_thread_has_the_faces_that_it_got_though_another_one_frees_them(recipe
 
 
 def test_another_thread_may_use_its_own_stream_while_faces_are_looked_up():
-    cache, stamp, place = FaceCache(), (0, None, None, torch.float32), object()
-
-    class Views(dict):
-        def clear(self):
-            super().clear()
-            if cache.stream == 1:
-                cache.use(place, stamp, 2, EVALUATION)
-                cache.store(place, stamp, of_other, 2)
-
+    stamp, place = (0, None, None, torch.float32), object()
     made, of_other = CachedFaces(amaxes=(torch.ones(1), None)), CachedFaces(amaxes=(torch.ones(1), None))
-    cache._views = Views()
+
+    class Use(ForwardUse):
+        @property
+        def trained(self):  # read after the stream is compared, before the faces are looked up
+            cache.use(place, stamp, 2, EVALUATION)
+            cache.store(place, stamp, of_other, 2)
+            return False
+
+    cache = FaceCache()
     cache.use(place, stamp, 0, EVALUATION)
     cache.store(place, stamp, made, 0)
     assert cache.use(place, stamp, 0, EVALUATION) is made
-    found = cache.use(place, stamp, 1, EVALUATION)
+    found = cache.use(place, stamp, 1, Use(False, False))
+    assert cache.current(place, stamp, 2) is of_other
     assert found is not made
     assert found is not of_other
+
+
+def test_faces_of_a_weight_that_another_thread_writes_while_a_forward_ends_are_dropped():
+    old, new, place = (0, None, None, torch.float32), (1, None, None, torch.float32), object()
+
+    class Written(CachedFaces):
+        @property
+        def column(self):  # read while the forward ends
+            cache.use(place, new, 0, EVALUATION)
+            return self[1]
+
+    cache, trained = FaceCache(), ForwardUse(True, True)
+    cache.use(place, old, 0, trained)
+    cache.store(place, old, CachedFaces(), 0)
+    cache._views[place, 0] = Written(column="of the old values")
+    cache.end_forward("never", trained)
+    assert cache.current(place, new, 0).column is None
 
 
 @pytest.mark.parametrize("persistent", [False, True])
