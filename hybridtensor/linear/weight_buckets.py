@@ -43,40 +43,41 @@ class WeightBucket:
         self.is_alone = len(self._layers) == 1
 
     def weights(self) -> Iterator[MasterWeight]:
-        """Yield the present weights that can be quantized together."""
+        """Yield the present weights."""
         for reference, name in self._layers:
             layer = reference()
             weight = None if layer is None else _weight_of(layer, name)
             if weight is not None:
                 yield weight
 
-    def refresh(self, asking: MasterWeight | None = None) -> int:
-        """Quantize the rowwise faces of weights written since their last forward; return the number of elements.
-
-        Nothing is done for others where the ``asking`` weight does not take part.
-        """
-        return self._run(_Jobs.add_for_forward, asking)
+    def add_rows(self, asking: MasterWeight) -> None:
+        """Quantize the rowwise faces of weights written since their last forward, unless ``asking`` takes no part."""
+        with _as_tensors():
+            self._run(_Jobs.add_for_forward, asking)
 
     def add_columns(self, asking: MasterWeight) -> None:
-        """Quantize the columnwise faces that backwards will need, of weights whose forward is over, as ``refresh``."""
-        self._run(_Jobs.add_for_backward, asking)
+        """Quantize the columnwise faces that backwards will need, of weights whose forward is over, as ``add_rows``."""
+        with _as_tensors():
+            self._run(_Jobs.add_for_backward, asking)
+
+    def refresh(self) -> int:
+        """Do what ``add_rows`` does, for no layer; call it under ``_as_tensors``. Return the number of elements."""
+        return self._run(_Jobs.add_for_forward, None)
 
     def _run(self, add: Callable[[_Jobs, MasterWeight], None], asking: MasterWeight | None) -> int:
         jobs = _Jobs()
-        with _as_tensors():
-            seen = set[WeightRecord]()  # several modules may have one weight
-            if asking is not None:
-                # First: else each layer of a model whose weights are cast alone looks through all others, in vain.
-                if _takes_part(asking):
-                    add(jobs, asking)
-                if not jobs.found:
-                    return 0
-                seen.add(asking.record)
-            for weight in self.weights():
-                if weight.record not in seen:
-                    seen.add(weight.record)
-                    add(jobs, weight)
-            return jobs.run()
+        seen = set[WeightRecord]()  # several modules may have one weight
+        if asking is not None:
+            # First: else each layer of a model whose weights are cast alone looks through all others, in vain.
+            add(jobs, asking)
+            if not jobs.found:
+                return 0
+            seen.add(asking.record)
+        for weight in self.weights():
+            if weight.record not in seen:
+                seen.add(weight.record)
+                add(jobs, weight)
+        return jobs.run()
 
 
 @contextlib.contextmanager
@@ -153,7 +154,7 @@ class _Jobs:
         faces = record.face_cache
         # Read before ``begin``, which forgets the last use.
         use, dtype = faces.last_use, faces.dtype
-        if use is None or dtype is None:
+        if use is None or dtype is None or not _takes_part(weight):  # compiled code leaves no use
             return
         stamp = weight.stamp(dtype)
         if not faces.is_old(stamp) or record.is_held_elsewhere:
@@ -183,7 +184,7 @@ class _Jobs:
         """Add the cast of the next backward, unless its face is cached."""
         faces = weight.record.face_cache
         dtype = faces.dtype
-        if dtype is None or not faces.awaits_column:
+        if dtype is None or not faces.awaits_column or not _takes_part(weight):
             return
         stamp, plain, config = weight.stamp(dtype), weight.plain, weight.config
         # Another stream does not wait for what the forward measured.
@@ -232,14 +233,14 @@ def _make_records(jobs: list[_Job], size: int) -> None:
 
 
 def _weight_of(layer: nn.Module, name: str) -> MasterWeight | None:
-    """Return a layer's weight if it can be quantized in a bucket."""
+    """Return a layer's weight, this rank's part of it under tensor parallelism; None for one of another class."""
     weight: object = layer._parameters.get(name)
     if type(weight) is not MasterWeight:
         part = local(weight) if isinstance(weight, DTensor) else None
         if type(part) is not MasterWeight:
             return None
         weight = part
-    return weight if _takes_part(weight) else None
+    return weight
 
 
 def _takes_part(weight: MasterWeight) -> bool:
@@ -284,7 +285,7 @@ def bucket_weights(model: nn.Module) -> list[WeightBucket]:
     for layer in model.modules():
         for name in layer._parameters:
             weight = _weight_of(layer, name)
-            if weight is None:
+            if weight is None or not _takes_part(weight):
                 continue
             kind = weight.config, weight.plain.dtype, weight.plain.device
             index, size = open_ones.get(kind, (-1, _BUCKET))
@@ -308,9 +309,10 @@ def _after_step(model: nn.Module, states: list[LayerState]) -> None:
         return
     buckets = _OF_MODELS.get(model)
     total = 0
-    for bucket in bucket_weights(model) if buckets is None else buckets:
-        if total <= _AFTER_STEP:
-            total += bucket.refresh()
+    with _as_tensors():
+        for bucket in bucket_weights(model) if buckets is None else buckets:
+            if total <= _AFTER_STEP:
+                total += bucket.refresh()
 
 
 after_step.append(_after_step)

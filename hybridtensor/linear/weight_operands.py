@@ -60,7 +60,7 @@ class MasterOperand(Operand):
         if weight.record.face_cache.is_old(seen.stamp):
             bucket = bucket_of(weight)
             if bucket is not None:  # with its neighbours in the model: two launches for all of them
-                bucket.refresh(weight)
+                bucket.add_rows(weight)
         cached = weight.faces_in_eager_code(
             seen.stamp,
             context,
