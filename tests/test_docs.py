@@ -120,9 +120,10 @@ def test_models_table(name):
     ]  # fmt: skip
 
 
-def test_models_under_fsdp_table():
-    rows = results("models_2_ranks_nvidia_h100_80gb_hbm3")["rows"]
-    assert table("models_2_ranks_nvidia_h100_80gb_hbm3") == [
+@pytest.mark.parametrize("device", ["h100_80gb_hbm3", "h200"])
+def test_models_under_fsdp_table(device):
+    rows = results(f"models_2_ranks_nvidia_{device}")["rows"]
+    assert table(f"models_2_ranks_nvidia_{device}") == [
         [r["model"], f"{r['tokens']:,}", r["mode"], r["recipe"], f"{r['bf16 ms']:.1f}", f"{r['ms']:.1f}",
          f"{r['of bf16']:.2f}x", f"{r['host ms']:.1f}", f"{r[' peak GiB']:.1f}", f"{r['bf16 peak GiB']:.1f}"]
         for r in rows
