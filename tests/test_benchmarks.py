@@ -33,7 +33,7 @@ def run(monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["blocks", "cast", "small_batches", *(pytest.param(name, marks=long("takes half a minute")) for name in SLOW)],
+    ["blocks", "cast", *(pytest.param(name, marks=long("takes half a minute")) for name in SLOW)],
 )
 def test_runs(name, run, tmp_path):
     run(name, "--repeats", 1, "--out", tmp_path)

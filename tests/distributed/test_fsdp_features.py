@@ -747,11 +747,6 @@ def direct(layers, x):
     return layers(x)
 
 
-def copied(layers, x):
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        return layers(x)
-
-
 def on_cpu(layers, x):
     with torch.autograd.graph.save_on_cpu():
         return layers(x)
@@ -764,7 +759,7 @@ def checkpointed(layers, x):
 def hooks_of_graphs(rank, recipe, persistent, reshard):
     """Graphs save both faces of a weight, also in forward, where only one is multiplied."""
     found = []
-    for how in (direct, copied, on_cpu, checkpointed):
+    for how in (direct, on_cpu, checkpointed):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = ht.quantize_(nn.Sequential(Runs(how), Runs(how)).to(here()), recipe, persistent=persistent)
