@@ -835,6 +835,60 @@ def test_products_that_are_not_quantized_raise(product, persistent):
         product(random_tensor(4, 32), converted.weight)
 
 
+A, B = random_tensor(48, 4, seed=1), random_tensor(4, 32, seed=2)
+SUMS = {
+    "addmm": lambda w: torch.addmm(w, A, B, beta=0.5, alpha=2),
+    "addmm by name": lambda w: torch.addmm(mat2=B, mat1=A, input=w),
+    "method": lambda w: w.addmm(A, B),
+    "transposed": lambda w: torch.addmm(w.t(), B.t(), A.t()),
+    "baddbmm": lambda w: torch.baddbmm(w[None], A[None], B[None], alpha=0.5),
+    "addbmm": lambda w: torch.addbmm(w, A[None], B[None]),
+    "addmv": lambda w: torch.addmv(w[0], B.t(), A[0]),
+    "addr": lambda w: torch.addr(w, A[:, 0], B[0]),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_weight_that_a_product_is_added_to_is_read(name):
+    """PEFT computes ``W + B @ A`` of experts so: the values, with gradients, bit for bit."""
+    converted, _ = layer("fp8")
+    plain = converted.weight.dequantize().detach().clone().requires_grad_()
+    expected, found = SUMS[name](plain), SUMS[name](converted.weight)
+    assert type(found) is torch.Tensor
+    assert torch.equal(found, expected)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    assert torch.equal(converted.weight.grad, plain.grad)
+    if name in ("baddbmm", "addmv"):  # persistent matrices have no such views
+        return
+    persistent, _ = layer("fp8", persistent=True)
+    assert torch.equal(SUMS[name](persistent.weight.data), SUMS[name](persistent.weight.original))
+    with pytest.raises(NotImplementedError, match="would compute with the values of a weight that is persistent"):
+        SUMS[name](persistent.weight)
+
+
+ANALYSES = {
+    "svd_lowrank": lambda w: torch.svd_lowrank(w, 4, niter=2)[1],
+    "pca_lowrank": lambda w: torch.pca_lowrank(w, 4)[1],
+    "matrix_power": lambda w: torch.linalg.matrix_power(w[:32], 3),
+    "cdist": lambda w: torch.cdist(w, w),
+}
+
+
+@pytest.mark.parametrize("name", ANALYSES)
+def test_analyses_that_torch_composes_of_products_read_a_weight(name):
+    """PEFT initializes adapters by singular vectors (``pissa_niter_4``)."""
+    found = []
+    for persistent in (False, True):
+        made, _ = layer("fp8", persistent=persistent)
+        weight = made.float().weight if not persistent else made.weight.data.float()
+        for tensor in (weight, weight.original if persistent else weight.dequantize()):
+            torch.manual_seed(0)
+            found.append(ANALYSES[name](tensor))
+        assert type(found[-2]) is torch.Tensor
+        assert torch.equal(found[-2], found[-1])
+
+
 @pytest.mark.parametrize("spec", ["fp8", "bf16", "bf16/mxfp8/fp8", "high_precision_fwd_mxfp8_bwd"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_outputs_are_written_in_place(spec, shape):

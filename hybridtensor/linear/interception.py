@@ -19,7 +19,7 @@ from hybridtensor.linear.grouped import batched_linear, grouped_linear
 from hybridtensor.linear.layer_forward import STACKS
 from hybridtensor.linear.operands import Weight
 from hybridtensor.linear.tensor_parallel import require_own_tokens
-from hybridtensor.linear.values import read, values_of
+from hybridtensor.linear.values import as_read, read, values_of
 from hybridtensor.ops.autograd import Function
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.intercepting import InterceptingTensor, name_of_weights
@@ -258,7 +258,7 @@ def _times(input: Tensor, weight: Weight) -> Tensor:
 def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     (bias, left, right), others = _operands(("input", "mat1", "mat2"), args, kwargs)
     if not is_weight(right) and not is_weight(left):
-        return default(func, args, kwargs)
+        return _sum(func, args, kwargs)
     beta, alpha = others.pop("beta", 1), others.pop("alpha", 1)
     _require_only_operands("addmm", others)
     if is_weight(right) and bias.dim() == 1 and beta == 1 and alpha == 1:
@@ -321,9 +321,36 @@ def _bmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return _of_stack(left, right, None)
 
 
+def _sum(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    """Add a product to a weight that is none of its factors, as values: adapters compute ``W + B @ A`` so."""
+    operands = {"input": args[0], **kwargs} if args else dict(kwargs)
+    if not is_weight(operands.get("input")) or any(map(is_weight, args[1:])):
+        return default(func, args, kwargs)
+    values = as_read(operands.pop("input"), func.__name__)
+    return default(func, (values, *args[1:]), operands)
+
+
 @intercept_products(
-    torch.einsum, torch.tensordot, torch.inner, torch.addmv, torch.baddbmm, torch.addbmm, torch.chain_matmul,
-    torch.linalg.multi_dot, F.bilinear, Tensor.inner, Tensor.addmv, Tensor.baddbmm, Tensor.addbmm,
+    torch.baddbmm, torch.addbmm, torch.addmv, Tensor.baddbmm, Tensor.addbmm, Tensor.addmv
+)
+def _other_sum(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    """Add a product without weights to one; raise for products of a weight."""
+    is_factor = any(map(is_weight, tree_leaves((args[1:], kwargs | {"input": None}))))
+    return (_other_product if is_factor else _sum)(func, args, kwargs)
+
+
+@intercept(
+    torch.svd_lowrank, torch.pca_lowrank, torch.lobpcg, torch.linalg.matrix_power, torch.matrix_power, torch.cdist,
+    Tensor.matrix_power,
+)  # fmt: skip
+def _analysis(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Compute what torch composes of products with a matrix, as values: no layer's product is among these."""
+    given = tree_map(lambda t: as_read(t, func.__name__) if is_weight(t) else t, (args, kwargs))
+    return default(func, *given)
+
+
+@intercept_products(
+    torch.einsum, torch.tensordot, torch.inner, torch.chain_matmul, torch.linalg.multi_dot, F.bilinear, Tensor.inner,
 )  # fmt: skip
 def _other_product(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Raise for products that no handler quantizes."""

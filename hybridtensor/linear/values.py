@@ -10,7 +10,9 @@ from hybridtensor.linear.operands import Weight
 from hybridtensor.ops.autograd import Function
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState
-from hybridtensor.subclasses import MasterWeight
+from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.subclasses.observing import observe_read
+from hybridtensor.subclasses.operators.hybrid_values import values_to_read
 
 
 class _Values(Function):
@@ -34,6 +36,18 @@ def read(function: type[Function], weight: Weight) -> Tensor:
 def values_of(weight: Weight) -> Tensor:
     """Return a weight's high-precision data, whose gradient is the weight's."""
     return read(_Values, weight)
+
+
+def as_read(weight: Weight, reader: str) -> Tensor:
+    """Return a weight's values for a function that computes with them, as operators that read a weight get them.
+
+    Raises:
+        NotImplementedError: For a persistent parameter; see ``values_to_read``.
+    """
+    if isinstance(weight, HybridTensor):
+        return values_to_read(weight, reader)
+    observe_read(weight, reader)
+    return values_of(weight)
 
 
 def as_master_weight(values: Tensor, config: HybridConfig, state: LayerState) -> MasterWeight:

@@ -68,28 +68,34 @@ READS_OF_WEIGHTS = [op for op in READS if op not in table and op not in _JOINS]
 
 @table.register(*READS_OF_WEIGHTS)
 def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Return plain values of a weight's ``data``, for adapters and averaging; raise for a parameter, which models
-    compute with."""
-
-    def values(item: HybridTensor) -> Tensor:
-        if item.config is None:
-            table.refuse(func)
-        if item.requires_grad or isinstance(item, torch.nn.Parameter) or item.is_gathered:
-            _refuse_values(item, func)
-        observe_read(item, func)
-        known = item.known_values
-        if known is not None:
-            return known.to(item.dtype)
-        if item.record.values is not None:
-            raise NotImplementedError(
-                f"HybridTensor: {func} of a trainable weight needs its values in high precision, got faces only, in "
-                "which small changes are lost, as those of an average; read the masters of "
-                "hybridtensor.optim.MasterWeights, or dequantize()"
-            )
-        return item.dequantize()
-
-    plain_args, plain_kwargs = tree_map_only(HybridTensor, values, (args, kwargs))
+    """Compute with the values of a weight's ``data``, as adapters and averaging do."""
+    plain_args, plain_kwargs = tree_map_only(
+        HybridTensor, lambda item: values_to_read(item, func), (args, kwargs)
+    )
     return func(*plain_args, **plain_kwargs)
+
+
+def values_to_read(weight: HybridTensor, func: Func) -> Tensor:
+    """Return plain values of a weight's ``data`` for ``func``.
+
+    Raises:
+        NotImplementedError: For a parameter, which models compute with, and where the values are gone.
+    """
+    if weight.config is None:
+        table.refuse(func)
+    if weight.requires_grad or isinstance(weight, torch.nn.Parameter) or weight.is_gathered:
+        _refuse_values(weight, func)
+    observe_read(weight, func)
+    known = weight.known_values
+    if known is not None:
+        return known.to(weight.dtype)
+    if weight.record.values is not None:
+        raise NotImplementedError(
+            f"HybridTensor: {func} of a trainable weight needs its values in high precision, got faces only, in "
+            "which small changes are lost, as those of an average; read the masters of "
+            "hybridtensor.optim.MasterWeights, or dequantize()"
+        )
+    return weight.dequantize()
 
 
 @table.register(*FUNCTIONAL)

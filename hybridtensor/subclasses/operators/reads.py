@@ -10,7 +10,7 @@ import torch
 from hybridtensor.subclasses.op_table import overloads
 
 _NAMES = """
-    abs add addcdiv addcmul all allclose amax amin aminmax any argmax argmin argsort atan2
+    abs add addcdiv addcmul addr all allclose amax amin aminmax any argmax argmin argsort atan2
     bernoulli binary_cross_entropy_with_logits bincount bucketize cat _cdist_forward ceil clamp
     clamp_max clamp_min constant_pad_nd copysign cos count_nonzero cummax cummin cumprod cumsum
     deg2rad diag_embed diagonal_copy dist div dot elu embedding _embedding_bag
