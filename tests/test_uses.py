@@ -109,6 +109,25 @@ def test_checkpointing(use_reentrant):
     assert len(told) == 1
 
 
+class Rotating(nn.Module):
+    """As BOFT and HRA of PEFT."""
+
+    def __init__(self):
+        super().__init__()
+        self.base_layer, self.rotation = nn.Linear(64, 64), nn.Parameter(torch.eye(64))
+
+    def forward(self, x):
+        return F.linear(x, torch.mm(self.base_layer.weight.data, self.rotation))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_forward_that_multiplies_by_a_product_of_the_data(persistent):
+    model = ht.quantize_(nn.Sequential(Rotating()), "fp8", persistent=persistent)
+    model[0].base_layer.requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"layer 0\.base_layer: its weight was read as values \(mm\)"):
+        train(model)
+
+
 def test_of_compiled_code_nothing_is_known():
     model = converted(OTHERS["multiplied by its parent"])
     compiled = torch.compile(lambda x: model[0].own(x) @ model[0].read.weight, backend="aot_eager")

@@ -143,6 +143,23 @@ def _backward(func: Func, args: Args, kwargs: Kwargs) -> object:
     return func(*args, **kwargs | {"inputs": edges})
 
 
+def _is_data(operand: object) -> bool:
+    """Return whether an operand of a product is ``weight.data``, which is read and written as values."""
+    return is_weight(operand) and operand.computes_as_values
+
+
+def _of_values(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    """Multiply values, as adapters do where they are merged by a product; what is written into stays as it is."""
+    operands = [*args, *kwargs.values()]
+    in_training = any(isinstance(t, Tensor) and t.requires_grad for t in operands)
+
+    def values(operand: object) -> object:
+        return as_read(operand, func.__name__, in_training) if is_weight(operand) else operand
+
+    read = {name: t if name == "out" else values(t) for name, t in kwargs.items()}
+    return default(func, tuple(map(values, args)), read)
+
+
 _RIGHT = {"mat2": "right", "other": "right"}  # as torch's functions call it
 
 
@@ -227,6 +244,8 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """
     named = {_RIGHT.get(name, name): value for name, value in kwargs.items()}
     (left, right), others = _operands(("input", "right"), args, named)
+    if _is_data(left) or _is_data(right):
+        return _of_values(func, args, kwargs)
     if func is Tensor.__rmatmul__:
         left, right = right, left
     if not is_weight(left) and not is_weight(right):
@@ -257,6 +276,8 @@ def _times(input: Tensor, weight: Weight) -> Tensor:
 @intercept_products(torch.addmm, Tensor.addmm)
 def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     (bias, left, right), others = _operands(("input", "mat1", "mat2"), args, kwargs)
+    if _is_data(left) or _is_data(right):
+        return _of_values(func, args, kwargs)
     if not is_weight(right) and not is_weight(left):
         return _sum(func, args, kwargs)
     beta, alpha = others.pop("beta", 1), others.pop("alpha", 1)
@@ -315,6 +336,8 @@ def _in_groups(
 @intercept_products(torch.bmm, Tensor.bmm)
 def _bmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     (left, right), others = _operands(("input", "mat2"), args, kwargs)
+    if _is_data(left) or _is_data(right):
+        return _of_values(func, args, kwargs)
     if not is_weight(left) and not is_weight(right):
         return default(func, args, kwargs)
     _require_only_operands("bmm", others)

@@ -163,6 +163,7 @@ class LayerForward:
             if weight.is_of_no_layer:
                 return in_eager_code(self, args, kwargs)
             return self.run(layer, args, kwargs)
+        weight.is_data = False  # a layer has it
         if weight.record.layer is not recipe.state or weight.record.is_new:
             go_by(recipe, weight.record, weight.config, layer)
         # ``nn.Linear.forward`` calls F.linear and nothing else.

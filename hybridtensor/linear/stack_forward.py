@@ -81,6 +81,7 @@ class StackForward(LayerForward):
                 if weight.is_of_no_layer:
                     return in_eager_code(self, args, kwargs)
                 continue
+            weight.is_data = False  # a module has it
             if weight.record.layer is not recipe.state or weight.record.is_new:
                 go_by(recipe, weight.record, weight.config, layer)
         return self.run(layer, args, kwargs)

@@ -38,15 +38,20 @@ def values_of(weight: Weight) -> Tensor:
     return read(_Values, weight)
 
 
-def as_read(weight: Weight, reader: str) -> Tensor:
+def as_read(weight: Weight, reader: str, in_training: bool = False) -> Tensor:
     """Return a weight's values for a function that computes with them, as operators that read a weight get them.
+
+    Args:
+        weight: The weight.
+        reader: Name of the function.
+        in_training: Whether what it computes has a gradient.
 
     Raises:
         NotImplementedError: For a persistent parameter; see ``values_to_read``.
     """
     if isinstance(weight, HybridTensor):
-        return values_to_read(weight, reader)
-    observe_read(weight, reader)
+        return values_to_read(weight, reader, in_training)
+    observe_read(weight, reader, in_training=in_training)
     return values_of(weight)
 
 

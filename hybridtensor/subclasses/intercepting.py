@@ -103,6 +103,7 @@ class InterceptingTensor(WrapperTensor):
     Attributes:
         config: The recipe of the layer whose weight this is, or None.
         record: Metadata of the weight, shared by its aliases and views.
+        is_data: Whether this was read as ``weight.data``, or made of it.
     """
 
     functions: ClassVar[OpTable]
@@ -111,8 +112,10 @@ class InterceptingTensor(WrapperTensor):
         *WrapperTensor.transient_names,
         "record",
         "_flattened",
+        "is_data",
     )
     _flattened: _Flattened | None = None
+    is_data: bool = False
     config: HybridConfig | None
     record: WeightRecord
 
@@ -168,6 +171,19 @@ class InterceptingTensor(WrapperTensor):
         if isinstance(record.layer, LayerState) and place_of(record.layer, record) is not None:
             record.is_new = 0
         return record.is_new > 0
+
+    @property
+    def computes_as_values(self) -> bool:
+        """Whether products by ``@`` are of values: those of ``weight.data``, by which adapters are merged."""
+        with torch._C.DisableTorchFunctionSubclass():
+            is_parameter = getattr(self, "_is_param", False) or self.requires_grad
+        return self.is_data and not is_parameter
+
+    def read_data(self) -> Tensor:
+        made = self.detach()
+        if not torch.compiler.is_dynamo_compiling():
+            made.is_data = True
+        return made
 
     @property
     def state(self) -> StateTensors | None:
@@ -370,7 +386,10 @@ class InterceptingTensor(WrapperTensor):
             return handler(func, args, kwargs or {})
         # Private; as ``Tensor.__torch_function__`` does, so that torch's own code does not come here again.
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        if args and getattr(args[0], "is_data", False) and isinstance(result, InterceptingTensor):
+            result.is_data = args[0].computes_as_values
+        return result
 
 
 def _required(hooks: FSDPHooks | None) -> FSDPHooks:

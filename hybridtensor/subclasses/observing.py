@@ -83,8 +83,9 @@ def observe_product(layer: object, gemm: str, left: Face, right: Face, dtype: to
         observer.observe_product(layer, gemm, left, right, dtype)
 
 
-def observe_read(weight: Any, reader: object) -> None:
-    """Record which operator read a weight in high precision, and pass it to every observer."""
+def observe_read(weight: Any, reader: object, *, in_training: bool = False) -> None:
+    """Record which operator read a weight in high precision, and pass it to every observer; ``in_training`` if what is
+    computed of it has a gradient."""
     layer = weight.record.layer
     for observer in observers:
         observer.observe_read(layer, str(reader))
@@ -93,7 +94,12 @@ def observe_read(weight: Any, reader: object) -> None:
         isinstance(layer, LayerState)
         and not layer.multiplied
         and torch.is_grad_enabled()
-        and (weight.requires_grad or isinstance(weight, nn.Parameter) or weight.record.section)
+        and (
+            in_training
+            or weight.requires_grad
+            or isinstance(weight, nn.Parameter)
+            or weight.record.section
+        )
         and not any(name in str(reader) for name in _NO_PRODUCTS)
     ):
         unmultiplied.setdefault(layer, str(reader))

@@ -276,12 +276,16 @@ class WrapperTensor(Tensor):
     @property
     def data(self) -> Tensor:
         """Return a detached tensor of the same class."""
-        return self.detach()
+        return self.read_data()
 
     @data.setter
     def data(self, value: Tensor) -> None:
         """Assign the data, for classes with a handler of ``aten.set_data``."""
         self.ops.call(torch.ops.aten.set_data.default, (self, value), {})
+
+    def read_data(self) -> Tensor:
+        """Return what the attribute ``data`` is."""
+        return self.detach()
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the dequantized values as fp32 numpy array (``force=True``), as plain tensors do."""

@@ -406,3 +406,54 @@ def test_operators_of_other_libraries_need_values(others):
         others.scale_(net.weight, 3.0)
     with pytest.raises(NotImplementedError, match="is not an operation of this class"):
         others.scale_(ht.Float8Quantizer().quantize(plain(0)), 3.0)
+
+
+MERGES = {
+    "mm": lambda w, r: torch.mm(r, w),
+    "@": lambda w, r: r @ w,
+    "matmul of a copy": lambda w, r: torch.matmul(r, w.clone()),
+    "right": lambda w, r: w @ r,
+    "transposed": lambda w, r: torch.mm(r, w.t().to(r.dtype)).t(),
+    "by name": lambda w, r: torch.mm(input=r, mat2=w),
+    "addmm": lambda w, r: torch.addmm(r, r, w),
+    "bmm of views": lambda w, r: torch.bmm(r[None], w.view(1, 128, 128))[0],
+}
+
+
+@KINDS
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed", "mxfp8"])
+@pytest.mark.parametrize("name", MERGES)
+def test_data_is_multiplied_as_values(name, recipe, persistent):
+    """Adapters that rotate a weight are merged so (OFT, BOFT, HRA, RoAd of PEFT): with the bits of plain tensors."""
+    if persistent and name == "bmm of views":
+        pytest.skip("a persistent matrix has no view in three dimensions")
+    net, rotation = layer(recipe, persistent), torch.linalg.qr(plain(3)).Q
+    step(net)
+    expected = MERGES[name](net.weight.original if persistent else net.weight.dequantize().clone(), rotation)
+    found = MERGES[name](net.weight.data, rotation)
+    assert type(found) is torch.Tensor
+    assert torch.equal(found, expected)
+    net.weight.data = found.contiguous()
+    assert_is_made_of(net, expected, recipe, persistent)
+
+
+def test_data_that_a_module_has_is_multiplied_as_a_weight():
+    class Transposed(nn.Module):
+        is_transposed = True
+
+        def __init__(self, values):
+            super().__init__()
+            self.weight = nn.Parameter(values)
+
+        def forward(self, x):
+            return x @ self.weight
+
+    net, x = layer("fp8"), plain(9, 32, 128)
+    expected = nn.functional.linear(x, net.weight)
+    again = nn.Parameter(net.weight.data)
+    turned = ht.quantize_(Transposed(plain(0)), "fp8", filter_fn=lambda *_: True)
+    with torch.no_grad():
+        for found in (x @ again.t(), x @ again.detach().t(), nn.functional.linear(x, net.weight.data)):
+            assert torch.equal(found, expected)
+        data = {"weight": turned.weight.data}
+        assert torch.equal(torch.func.functional_call(turned, data, (x,)), turned(x))

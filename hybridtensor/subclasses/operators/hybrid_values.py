@@ -75,7 +75,7 @@ def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
     return func(*plain_args, **plain_kwargs)
 
 
-def values_to_read(weight: HybridTensor, func: Func) -> Tensor:
+def values_to_read(weight: HybridTensor, func: Func, in_training: bool = False) -> Tensor:
     """Return plain values of a weight's ``data`` for ``func``.
 
     Raises:
@@ -85,7 +85,7 @@ def values_to_read(weight: HybridTensor, func: Func) -> Tensor:
         table.refuse(func)
     if weight.requires_grad or isinstance(weight, torch.nn.Parameter) or weight.is_gathered:
         _refuse_values(weight, func)
-    observe_read(weight, func)
+    observe_read(weight, func, in_training=in_training)
     known = weight.known_values
     if known is not None:
         return known.to(weight.dtype)
