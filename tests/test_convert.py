@@ -105,6 +105,29 @@ def test_what_is_inside_of_a_router_is_left_alone_whatever_its_name(router):
     assert not [m for m in ht.explain(model).coverage.plain if router == "router" and not m.deliberate]
 
 
+def test_a_layer_whose_weight_is_that_of_a_layer_inside_is_none():
+    """As subclasses of ``nn.Linear`` in PEFT are (VBLoRA, RandLoRA), which call the layer inside."""
+
+    class Adapter(nn.Linear):
+        def __init__(self, base_layer):
+            super(nn.Linear, self).__init__()
+            self.base_layer, self.scale = base_layer, nn.Parameter(torch.ones(64))
+
+        @property
+        def weight(self):
+            return self.base_layer.weight
+
+        def forward(self, x):
+            return self.base_layer(x) + x * self.scale
+
+    net, x = nn.Sequential(Adapter(nn.Linear(64, 64)), nn.Linear(64, 64)), torch.randn(4, 64)
+    expected = ht.quantize_(copy.deepcopy(net), "fp8", keep_bf16=["1"])[0].base_layer(x)
+    ht.quantize_(net, "fp8")
+    assert [row.layer for row in ht.explain(net).layers] == ["0.base_layer", "1"]
+    assert torch.equal(net[0](x), expected + x)
+    assert ht.check(net, x, strict=True)
+
+
 def test_the_gate_of_a_shared_expert_is_left_alone():
     """As in Qwen's models: one number per token, for which a quantized product would be padded to 16."""
     model = ht.quantize_(nn.ModuleDict({"shared_expert_gate": nn.Linear(32, 1), "up": nn.Linear(32, 64)}), "fp8")

@@ -110,7 +110,7 @@ def test_checkpointing(use_reentrant):
 
 
 class Rotating(nn.Module):
-    """As BOFT and HRA of PEFT."""
+    """As HRA of PEFT."""
 
     def __init__(self):
         super().__init__()

@@ -16,7 +16,15 @@ _LISTED = {"transformers.pytorch_utils.Conv1D"}
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear layer, with either storage of its weight."""
-    return isinstance(module, nn.Linear) or stores_transposed(module)
+    if isinstance(module, nn.Linear):
+        return not _has_weight_of_another(module)
+    return stores_transposed(module)
+
+
+def _has_weight_of_another(module: nn.Module) -> bool:
+    """Return whether a module's weight is that of a layer inside of it, as of PEFT's subclasses of ``nn.Linear``."""
+    found = getattr(type(module), "weight", None)
+    return isinstance(found, property) and not parametrize.is_parametrized(module, "weight")
 
 
 def stores_transposed(module: nn.Module) -> bool:
