@@ -126,8 +126,8 @@ def quantize_(
         ``model``.
 
     Raises:
-        ValueError: If a word of the spec is unknown, no layer matches, a layer's sizes do not fit a format, persistent
-            weights would become master weights, layers cannot share a scale, or one weight would get two recipes.
+        ValueError: If a word is unknown, no layer matches, ``keep_bf16`` names a quantized one, sizes do not fit a
+            format, persistent weights would become masters, layers cannot share a scale, or a weight gets two recipes.
         TypeError: If an argument is of the wrong kind, or a weight is not a floating-point parameter.
         RuntimeError: If a graph or a weak reference refers to a weight. Every error leaves the model unchanged.
     """

@@ -56,7 +56,7 @@ def choose(
             "quantize_: FqnToConfig selects layers itself, got a filter_fn too; give one of them"
         )
     plan = list(_plan(model, recipe, filter_fn, root))
-    return _without(plan, keep_bf16, [layer.name for layer in layers_of(model, root)])
+    return _without(plan, keep_bf16, list(layers_of(model, root)))
 
 
 def _plan(
@@ -74,21 +74,35 @@ def _plan(
                 yield layer, config
 
 
-def _without(plan: Plan, patterns: Iterable[str], every: list[str]) -> Plan:
-    """Return the plan without the layers that ``patterns`` match; each pattern must match one."""
+def _without(plan: Plan, patterns: Iterable[str], every: list[Layer]) -> Plan:
+    """Return the plan without the layers that ``patterns`` match; each pattern must match one, and none a layer that an
+    earlier call quantized."""
     if isinstance(patterns, str):
         raise TypeError(
             f"quantize_: keep_bf16 is a list of names, got the string {patterns!r}; put it in a list"
         )
     for pattern in require_items("quantize_", "a list of names as keep_bf16", patterns):
         require_text("quantize_", **{"a name in keep_bf16": pattern})
-        if not any(_is_named(name, pattern) for name in every):
+        kept = [layer for layer in every if _is_named(layer.name, pattern)]
+        if not kept:
             names = ", ".join(layer.name or "<root>" for layer, _ in plan) or "none"
             raise ValueError(
                 f"quantize_: keep_bf16 must name a layer, got {pattern!r}; layers to convert are: {names}"
             )
+        for layer in kept:
+            _require_plain(layer)
         plan = [step for step in plan if not _is_named(step[0].name, pattern)]
     return plan
+
+
+def _require_plain(layer: Layer) -> None:
+    """Raise ValueError for a layer to keep in high precision that is quantized."""
+    now = layer.recipe
+    if now is not None and any(is_quantized(now.config.formats(gemm)) for gemm in GEMMS):
+        raise ValueError(
+            f"quantize_: keep_bf16 must name layers in high precision, got {layer.name or '<root>'}, which has the "
+            f"recipe {now.config}; make it plain first (plain_), or give it the recipe bf16 (set_config_)"
+        )
 
 
 def _is_named(name: str, pattern: str) -> bool:

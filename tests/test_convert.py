@@ -690,6 +690,20 @@ def test_persistent_weights_have_no_faces_to_keep():
     assert layer.weight.config == ht.HybridConfig.parse("fp8")
 
 
+def test_keep_bf16_does_not_leave_a_layer_quantized():
+    model = ht.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), "fp8")
+    with pytest.raises(ValueError, match="layers in high precision, got 0, which has the recipe fp8; make it plain"):
+        ht.quantize_(model, "mxfp8", keep_bf16=["0"])
+    assert [str(layer.weight.config) for layer in model] == ["fp8", "fp8"]
+    ht.set_config_(model[0], "bf16")
+    ht.quantize_(model, "mxfp8", keep_bf16=["0"])
+    assert [str(layer.weight.config) for layer in model] == ["bf16", "mxfp8"]
+    ht.plain_(model[0])
+    ht.quantize_(model, "fp8", keep_bf16=["0"])
+    assert type(model[0].weight) is nn.Parameter
+    assert str(model[1].weight.config) == "fp8"
+
+
 @pytest.mark.parametrize("recipe", [FqnToConfig({"1": "fp8"}), ht.recipes.by_type(grouped_linear="fp8")], ids=str)
 def test_a_recipe_for_no_converted_layer_is_an_error_of_set_config_(recipe):
     model = ht.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), "fp8", keep_bf16=["1"])

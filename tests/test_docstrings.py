@@ -221,6 +221,7 @@ OWN = {
     "distributed.checkpoint.HybridLoadPlanner": saved_plain,
     "distributed.checkpoint.SafeReader": saved_plain,
     "optim": plain,
+    "recipes.edge_blocks": plain,
     "recipes.quartet2": lambda: {"model": Blocks(128)},
     "linear": layer,
     "linear.Backward": lambda: layer() | backward(),
