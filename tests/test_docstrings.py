@@ -267,12 +267,13 @@ def as_statement(code):
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", [*RUN, *MODULES])
-def test_examples_run(name):
+def test_examples_run(name, capsys):
     torch.manual_seed(0)
     text = importlib.import_module(name).__doc__ if name in MODULES else docstring(name)
     scope = scope_of(name, text)
     for code in examples(text):
         exec(as_statement(code), scope)
+    assert " method " not in capsys.readouterr().out, "it prints a method, which it does not call"
 
 
 def test_the_page_lists_what_it_is_of():

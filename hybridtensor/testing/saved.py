@@ -22,7 +22,7 @@ class SavedTensors:
 
         with testing.saved_for_backward() as saved:
             model(batch)
-        print(saved.nbytes, [tensor.dtype for tensor in saved.tensors])
+        print(saved.nbytes(), [tensor.dtype for tensor in saved.tensors])
     """
 
     tensors: list[Tensor] = field(default_factory=list)
