@@ -232,7 +232,7 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
         ht.set_config_(model, "bf16/nvfp4/nvfp4")  # BF16 forward from now on
 
     The next forward quantizes with the new recipe (and recompiles once). Persistent weights are requantized from the
-    masters of ``optim.MasterWeights``, or from their dequantized faces if there are none.
+    masters of ``optim.MasterWeights``, without these from the original values, or else from their dequantized faces.
 
     Args:
         model: A model that went through ``quantize_``.
