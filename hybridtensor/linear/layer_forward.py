@@ -163,15 +163,16 @@ class LayerForward:
             if weight.is_of_no_layer:
                 return in_eager_code(self, args, kwargs)
             return self.run(layer, args, kwargs)
-        weight.is_data = False  # a layer has it
         if weight.record.layer is not recipe.state or weight.record.is_new:
             go_by(recipe, weight.record, weight.config, layer)
         # ``nn.Linear.forward`` calls F.linear and nothing else.
         calls_linear = self.inner is None and type(layer).forward is nn.Linear.forward
-        if not calls_linear and not self._ran and not observers:
-            self._ran = True
-            with Uses(layer, recipe.state):
-                return self.run(layer, args, kwargs)
+        if not calls_linear:
+            weight.is_data = False  # a layer has it: its products are quantized
+            if not self._ran and not observers:
+                self._ran = True
+                with Uses(layer, recipe.state):
+                    return self.run(layer, args, kwargs)
         if (
             calls_linear
             and len(args) == 1
