@@ -98,7 +98,7 @@ class DelayedFloat8Quantizer(OneFormatQuantizer):
 
     Raises:
         TypeError: If a number is not an integer.
-        ValueError: If a word is unknown, or the history is empty.
+        ValueError: If a word is unknown, the history is empty, or the margin is not within -64 and 64.
 
     Source: TransformerEngine's ``DelayedScaling`` recipe, with its defaults.
     """

@@ -112,7 +112,7 @@ def verify(directory: str | os.PathLike[str]) -> Verified:
         for step, problems in checkpoint.verify("runs/a").items():
             print(step, problems or "intact")
 
-    An empty list means that the step is intact and readable.
+    An empty list means that the step is intact and readable; no step at all, that there is no checkpoint.
 
     Raises:
         TypeError: If ``directory`` is not a path.
