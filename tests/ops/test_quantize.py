@@ -599,35 +599,23 @@ def test_more_elements_than_32_bits_count(cast, device):
         assert made[3][:, -expected[3].shape[1] :].eq(expected[3]).all()
 
 
-@pytest.mark.parametrize("length", [1, 2, 4, 2**14])
-def test_threads_get_zeros_of_their_own(length, monkeypatch):
+def test_threads_get_zeros_of_their_own(monkeypatch):
     """Amaxes that kernels raise, at addresses that they are compiled for."""
     monkeypatch.setattr(measurement, "_ZEROS", {})
-    device, taken, count = torch.device("cpu"), [], 2000 if length < 8 else 40
+    device, taken = torch.device("cpu"), []
 
     def take():
-        taken.extend([measurement._one_of(device, 0, length) for _ in range(count)])
+        taken.extend([measurement._one_of(device, 0) for _ in range(2000)])
 
     threads = [threading.Thread(target=take) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len({zero.data_ptr() for zero in taken}) == len(taken) == 4 * count
-    assert {zero.shape for zero in taken} == {(length,)}
+    assert len({zero.data_ptr() for zero in taken}) == len(taken) == 8000
     assert all(zero.data_ptr() % 16 == 0 for zero in taken)
     assert torch.cat(taken).eq(0).all()
-    assert measurement._one_of(device, 1, length).data_ptr() not in {zero.data_ptr() for zero in taken}
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 513, 2**14 + 1, 2**17, 2**17 + 1])
-def test_zeros_are_enough_and_nobody_elses(size, device):
-    where = torch.empty(0, device=device).device  # with its index
-    taken = [measurement.zeros(size, where) for _ in range(40)]
-    assert {len(zeros) for zeros in taken} <= ({1} if size == 1 else set(range(size, 2 * size)))
-    for number, zeros in enumerate(taken):
-        zeros += number
-    assert all(zeros.eq(number).all() for number, zeros in enumerate(taken))
+    assert measurement._one_of(device, 1).data_ptr() not in {zero.data_ptr() for zero in taken}
 
 
 def test_operators_return_amaxes_in_memory_of_their_own(device):

@@ -27,7 +27,7 @@ from hybridtensor.ops.cast.composed import (
 from hybridtensor.ops.cast.definition import reference_cast
 from hybridtensor.ops.cast.launches import CastLaunch, FaceOutput, KernelTask, Outs, RecastLaunch
 from hybridtensor.ops.cast.lengths import lengths_to_compile
-from hybridtensor.ops.cast.measurement import Measurement, zeros
+from hybridtensor.ops.cast.measurement import Measurement
 from hybridtensor.ops.cast.prepared import Faces, PreparedCast
 from hybridtensor.ops.cast.request import (
     NO_INPUTS,
@@ -350,7 +350,7 @@ class KernelCast(PreparedCast):
             column_amax = inputs.column_amax
         if self.measure_held is not None:
             size = self.key.shape[1] if self.task.faces[1].kind in PER_ROW else 1
-            column_amax = zeros(size, x.device)
+            column_amax = torch.zeros(size, dtype=torch.float32, device=x.device)
             seen, of_it = x, inputs
             if self.by_largest:
                 # The largest value alone is cast, in place of the matrix.
@@ -380,7 +380,7 @@ class KernelCast(PreparedCast):
         stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
         last = hint.last(x.device, stream)
         if last is not None:
-            now = zeros(1, x.device)
+            now = torch.zeros(1, dtype=torch.float32, device=x.device)
             guess, check = self._guess_and_check
             # The first launch measures while it casts, the second does nothing where the scale holds: 0.83 to 0.86 of
             # copy speed, 0.40 to 0.43 where it does not hold.

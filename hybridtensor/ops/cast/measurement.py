@@ -84,12 +84,11 @@ class Measurement:
         """Return the fp32 amaxes of both faces; the same tensor twice if they are equal. ``rounding``, key and step,
         is needed where signs are drawn."""
         if self._one:
-            amax = zeros(1, x.device)
+            amax = _zero(x.device)
             self._start(x, amax, amax, prologue)
             return amax, amax
-        rows, columns = self._sizes
-        amaxes = zeros(rows + columns, x.device)
-        of_row, of_column = amaxes.narrow(0, 0, rows), amaxes.narrow(0, rows, columns)
+        amaxes = torch.zeros(sum(self._sizes), dtype=torch.float32, device=x.device)
+        of_row, of_column = amaxes.split(self._sizes)
         self._start(x, of_row, of_column, prologue, rounding)
         return of_row, of_column
 
@@ -116,34 +115,30 @@ class Measurement:
         launch.start(matrix, take(of_row), take(of_column), drawn, *self._streams)
 
 
-_ZEROS: dict[tuple[int | None, int, int], list[Tensor]] = {}  # by device, stream and length
-# One fill serves many measurements: 302 launches less in a step of Llama 1.2 B, 240 with scales of rows.
-_NUMBERS = 2**20  # that are filled at once, in 4 MiB
-_PIECES = 256  # at most: a view of each takes the host a microsecond
+_ZEROS: dict[tuple[int | None, int], list[Tensor]] = {}  # by device and stream
+# One fill serves many measurements: 302 launches less in a step of Llama 1.2 B.
+_NUMBERS = 256  # that are filled at once
 _ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that are multiples of 16
 
 
-def zeros(size: int, device: torch.device) -> Tensor:
-    """Return ``size`` fp32 zeros or more, exactly one for one, from a pool; under CUDA-graph capture new ones, since
-    every replay raises them again."""
-    length = 1 << (size - 1).bit_length()  # few lengths, whatever the sizes of matrices
-    if device.type != "cuda" or length > _NUMBERS // 8 or is_captured():
-        return torch.zeros(size, dtype=torch.float32, device=device)
-    return _one_of(device, torch._C._cuda_getCurrentRawStream(device.index), length)
+def _zero(device: torch.device) -> Tensor:
+    """Return an fp32 zero ``[1]`` from a pool; under CUDA-graph capture a new one, since every replay raises it
+    again."""
+    if device.type != "cuda" or is_captured():
+        return torch.zeros(1, dtype=torch.float32, device=device)
+    return _one_of(device, torch._C._cuda_getCurrentRawStream(device.index))
 
 
-def _one_of(device: torch.device, stream: int, length: int) -> Tensor:
-    """Return unused zeros that were filled on the current stream."""
-    ready = _ZEROS.setdefault((device.index, stream, length), [])
+def _one_of(device: torch.device, stream: int) -> Tensor:
+    """Return an unused zero that was filled on the current stream."""
+    ready = _ZEROS.setdefault((device.index, stream), [])
     while True:
         try:
             return ready.pop()  # forward and backward may run in two threads
         except IndexError:
-            filled = lasting(functools.partial(_filled, length, device), device)
-            ready.extend(filled[:, :length].unbind())
+            filled = lasting(functools.partial(_zeros, device), device)
+            ready.extend(filled[:, :1].unbind())
 
 
-def _filled(length: int, device: torch.device) -> Tensor:
-    apart = max(length, _ALIGNED)
-    pieces = min(_PIECES, _NUMBERS // apart)
-    return torch.zeros(pieces, apart, dtype=torch.float32, device=device)
+def _zeros(device: torch.device) -> Tensor:
+    return torch.zeros(_NUMBERS, _ALIGNED, dtype=torch.float32, device=device)
