@@ -128,6 +128,21 @@ def test_a_layer_whose_weight_is_that_of_a_layer_inside_is_none():
     assert ht.check(net, x, strict=True)
 
 
+def test_a_layer_that_shows_its_own_weight_is_one():
+    """Libraries exchange the class of a layer for one with a property, as torch's parametrizations do."""
+
+    class Shown(nn.Linear):
+        @property
+        def weight(self):
+            return self._parameters["weight"]
+
+    net, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(4, 64)
+    net[0].__class__ = Shown
+    ht.quantize_(net, "fp8")
+    assert [row.layer for row in ht.explain(net).layers] == ["0", "1"]
+    assert ht.check(net, x, strict=True)
+
+
 def test_the_gate_of_a_shared_expert_is_left_alone():
     """As in Qwen's models: one number per token, for which a quantized product would be padded to 16."""
     model = ht.quantize_(nn.ModuleDict({"shared_expert_gate": nn.Linear(32, 1), "up": nn.Linear(32, 64)}), "fp8")

@@ -358,7 +358,7 @@ def _sum(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 )
 def _other_sum(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Add a product without weights to one; raise for products of a weight."""
-    is_factor = any(map(is_weight, tree_leaves((args[1:], kwargs | {"input": None}))))
+    is_factor = any(map(is_weight, tree_leaves((args[1:], kwargs | {"input": None, "out": None}))))
     return (_other_product if is_factor else _sum)(func, args, kwargs)
 
 

@@ -23,8 +23,9 @@ def is_linear(module: nn.Module) -> bool:
 
 def _has_weight_of_another(module: nn.Module) -> bool:
     """Return whether a module's weight is that of a layer inside of it, as of PEFT's subclasses of ``nn.Linear``."""
-    found = getattr(type(module), "weight", None)
-    return isinstance(found, property) and not parametrize.is_parametrized(module, "weight")
+    if "weight" in module._parameters or parametrize.is_parametrized(module, "weight"):
+        return False
+    return isinstance(getattr(type(module), "weight", None), property)
 
 
 def stores_transposed(module: nn.Module) -> bool:

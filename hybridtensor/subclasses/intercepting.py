@@ -176,8 +176,7 @@ class InterceptingTensor(WrapperTensor):
     def computes_as_values(self) -> bool:
         """Whether products by ``@`` are of values: those of ``weight.data``, by which adapters are merged."""
         with torch._C.DisableTorchFunctionSubclass():
-            is_parameter = getattr(self, "_is_param", False) or self.requires_grad
-        return self.is_data and not is_parameter
+            return self.is_data and not (getattr(self, "_is_param", False) or self.requires_grad)
 
     def read_data(self) -> Tensor:
         made = self.detach()
@@ -387,8 +386,11 @@ class InterceptingTensor(WrapperTensor):
         # Private; as ``Tensor.__torch_function__`` does, so that torch's own code does not come here again.
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        if args and getattr(args[0], "is_data", False) and isinstance(result, InterceptingTensor):
-            result.is_data = args[0].computes_as_values
+        source: Any = args[0] if args else next(iter((kwargs or {}).values()), None)
+        if getattr(source, "is_data", False):
+            for made in tree_leaves(result):
+                if isinstance(made, InterceptingTensor):
+                    made.is_data = source.computes_as_values
         return result
 
 

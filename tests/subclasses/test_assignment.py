@@ -416,6 +416,8 @@ MERGES = {
     "transposed": lambda w, r: torch.mm(r, w.t().to(r.dtype)).t(),
     "by name": lambda w, r: torch.mm(input=r, mat2=w),
     "addmm": lambda w, r: torch.addmm(r, r, w),
+    "chunks": lambda w, r: torch.cat([part @ r for part in w.chunk(2)]),
+    "turned by name": lambda w, r: torch.mm(r, torch.t(input=w)),
     "bmm of views": lambda w, r: torch.bmm(r[None], w.view(1, 128, 128))[0],
 }
 
