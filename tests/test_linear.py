@@ -867,6 +867,15 @@ def test_a_weight_that_a_product_is_added_to_is_read(name):
         SUMS[name](persistent.weight)
 
 
+@pytest.mark.parametrize("name", ["addmm", "addbmm"])
+def test_a_sum_that_would_be_written_into_a_weight_says_so(name):
+    """It is no product of the weight."""
+    converted, _ = layer("fp8")
+    data, (a, b) = converted.weight.data, (A, B) if name == "addmm" else (A[None], B[None])
+    with pytest.raises(NotImplementedError, match=rf"aten\.{name}\.out is not an operation"):
+        getattr(torch, name)(data, a, b, out=data)
+
+
 ANALYSES = {
     "svd_lowrank": lambda w: torch.svd_lowrank(w, 4, niter=2)[1],
     "pca_lowrank": lambda w: torch.pca_lowrank(w, 4)[1],

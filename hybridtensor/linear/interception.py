@@ -144,20 +144,20 @@ def _backward(func: Func, args: Args, kwargs: Kwargs) -> object:
 
 
 def _is_data(operand: object) -> bool:
-    """Return whether an operand of a product is ``weight.data``, which is read and written as values."""
+    """Return whether an operand of a product is ``weight.data``, or was made of it: such products are of values."""
     return is_weight(operand) and operand.computes_as_values
 
 
 def _of_values(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    """Multiply values, as adapters do where they are merged by a product; what is written into stays as it is."""
+    """Multiply the values of weights, without quantizing: adapters are merged so. ``out`` is passed on."""
     operands = [*args, *kwargs.values()]
     in_training = any(isinstance(t, Tensor) and t.requires_grad for t in operands)
 
     def values(operand: object) -> object:
         return as_read(operand, func.__name__, in_training) if is_weight(operand) else operand
 
-    read = {name: t if name == "out" else values(t) for name, t in kwargs.items()}
-    return default(func, tuple(map(values, args)), read)
+    named = {name: t if name == "out" else values(t) for name, t in kwargs.items()}
+    return default(func, tuple(map(values, args)), named)
 
 
 _RIGHT = {"mat2": "right", "other": "right"}  # as torch's functions call it
@@ -367,7 +367,7 @@ def _other_sum(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     Tensor.matrix_power,
 )  # fmt: skip
 def _analysis(func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Compute what torch composes of products with a matrix, as values: no layer's product is among these."""
+    """Compute a function of a weight's values that torch composes of products: none of these is a layer's product."""
     given = tree_map(lambda t: as_read(t, func.__name__) if is_weight(t) else t, (args, kwargs))
     return default(func, *given)
 

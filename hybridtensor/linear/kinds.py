@@ -17,12 +17,13 @@ _LISTED = {"transformers.pytorch_utils.Conv1D"}
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear layer, with either storage of its weight."""
     if isinstance(module, nn.Linear):
-        return not _has_weight_of_another(module)
+        return not _shows_a_weight(module)
     return stores_transposed(module)
 
 
-def _has_weight_of_another(module: nn.Module) -> bool:
-    """Return whether a module's weight is that of a layer inside of it, as of PEFT's subclasses of ``nn.Linear``."""
+def _shows_a_weight(module: nn.Module) -> bool:
+    """Return whether ``weight`` is only a property: it shows that of a layer inside, as in PEFT's subclasses of
+    ``nn.Linear``, or computes one."""
     if "weight" in module._parameters or parametrize.is_parametrized(module, "weight"):
         return False
     return isinstance(getattr(type(module), "weight", None), property)

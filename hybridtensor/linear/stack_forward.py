@@ -81,7 +81,7 @@ class StackForward(LayerForward):
                 if weight.is_of_no_layer:
                     return in_eager_code(self, args, kwargs)
                 continue
-            weight.is_data = False  # a module has it
+            weight.is_data = False  # a module has it: its products are quantized
             if weight.record.layer is not recipe.state or weight.record.is_new:
                 go_by(recipe, weight.record, weight.config, layer)
         return self.run(layer, args, kwargs)

@@ -51,7 +51,8 @@ class WeightBucket:
                 yield weight
 
     def add_rows(self, asking: MasterWeight) -> None:
-        """Quantize the rowwise faces of weights written since their last forward, unless ``asking`` takes no part."""
+        """Quantize the rowwise faces of weights written since their last forward; nothing if ``asking`` must be
+        quantized alone."""
         with _as_tensors():
             self._run(_Jobs.add_for_forward, asking)
 
@@ -61,7 +62,8 @@ class WeightBucket:
             self._run(_Jobs.add_for_backward, asking)
 
     def refresh(self) -> int:
-        """Do what ``add_rows`` does, for no layer; call it under ``_as_tensors``. Return the number of elements."""
+        """Quantize the rowwise faces of weights written since their last forward, and return the number of elements;
+        call it under ``_as_tensors``."""
         return self._run(_Jobs.add_for_forward, None)
 
     def _run(self, add: Callable[[_Jobs, MasterWeight], None], asking: MasterWeight | None) -> int:

@@ -386,8 +386,8 @@ class InterceptingTensor(WrapperTensor):
         # Private; as ``Tensor.__torch_function__`` does, so that torch's own code does not come here again.
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        source: Any = args[0] if args else next(iter((kwargs or {}).values()), None)
-        if getattr(source, "is_data", False):
+        source = args[0] if args else next(iter((kwargs or {}).values()), None)
+        if isinstance(source, InterceptingTensor) and source.is_data:
             for made in tree_leaves(result):
                 if isinstance(made, InterceptingTensor):
                     made.is_data = source.computes_as_values

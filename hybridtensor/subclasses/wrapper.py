@@ -284,7 +284,7 @@ class WrapperTensor(Tensor):
         self.ops.call(torch.ops.aten.set_data.default, (self, value), {})
 
     def read_data(self) -> Tensor:
-        """Return what the attribute ``data`` is."""
+        """Return a detached tensor of the same class, for ``data``; subclasses mark theirs."""
         return self.detach()
 
     def numpy(self, *, force: bool = False) -> Any:
