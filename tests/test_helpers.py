@@ -5,7 +5,7 @@ import itertools
 import pytest
 import tiers
 import torch
-from pairwise import pairwise
+from pairwise import most_pairs, pairwise
 from processes import PRELOADED, call_program
 
 
@@ -37,6 +37,12 @@ def test_rows_are_the_same_every_time_and_for_any_values():
 def test_a_factor_without_values_is_an_error():
     with pytest.raises(ValueError, match="empty"):
         pairwise(range(2), range(2), [])
+
+
+def test_names_with_few_new_pairs_are_left_out():
+    found = {"two": {1, 2}, "three": {1, 2, 3}, "again": {2, 3}, "new": {3, 4}}
+    assert most_pairs(found, 2) == ["three", "new"]
+    assert most_pairs(found, 9) == ["three", "new", "two", "again"]
 
 
 def test_values_take_turns(monkeypatch):

@@ -30,3 +30,21 @@ def pairwise(*factors):
 
 def _pair(a, i, b, j):
     return (a, i, b, j) if a < b else (b, j, a, i)
+
+
+def most_pairs(found, count):
+    """Return ``count`` names whose features make as many pairs as a greedy choice finds, each pair in one of them.
+
+    Args:
+        found: The features of each name, which are hashable and can be sorted.
+        count: How many names.
+    """
+    pairs = {name: set(itertools.combinations(sorted(features), 2)) for name, features in found.items()}
+    chosen = []
+    while pairs and len(chosen) < count:
+        best = max(pairs, key=lambda name: len(pairs[name]))  # the first of the best
+        met = pairs.pop(best)
+        chosen.append(best)
+        for others in pairs.values():
+            others -= met
+    return chosen

@@ -144,6 +144,13 @@ class Program:
         ]
         return cls(seed, recipe, kinds, options, events[:steps])
 
+    @property
+    def features(self):
+        """What is drawn, as pairs of names and values, without order and number."""
+        kinds = {("block", kind) for kind, _, _ in self.kinds}
+        events = {("event", name) for names in self.events for name in names}
+        return kinds | events | {("recipe", self.recipe), *((name, str(value)) for name, value in self.options.items())}
+
     def __str__(self):
         chosen = ", ".join(f"{k}={v}" for k, v in self.options.items() if v)
         return f"seed {self.seed}: {self.recipe}; {self.kinds}; {chosen}; {self.events}"
