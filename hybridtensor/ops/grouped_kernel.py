@@ -9,13 +9,13 @@ operand, ``K`` the contraction.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridtensor.formats import IDENTITY, Format
-from hybridtensor.kernels.groups import SideConstants
 from hybridtensor.ops.cache import Cache
 from hybridtensor.ops.cast.planning import planning
 from hybridtensor.ops.emulated_mm import nan_under_other_signs
@@ -58,46 +58,54 @@ PARTIAL_TILES = {
 PRECISE_TILE = ProductTile(128, 128, 128, 8, 4, 3)
 
 
+Multiply = Callable[[Face, Face, Groups], Tensor]
+_MULTIPLY: Cache[tuple[object, ...], Multiply] = Cache()
+
+
 def multiply_groups(
     left: Face, right: Face, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     """Return the product of every group without synchronizing with the device; see ``ops.grouped_mm``."""
     left, right = in_its_dtype(left), in_its_dtype(right)
+    given = groups.num_groups, groups.step, out_dtype, fast_accum
+    key = *given, left.qdata.device, *_lies(left), *_lies(right)
+    multiply = _MULTIPLY.get(key)
+    if multiply is None:
+        multiply = _MULTIPLY[key] = _choose(left, right, out_dtype, fast_accum)
+    return multiply(left, right, groups)
+
+
+def _lies(face: Face) -> tuple[object, ...]:
+    """Return everything of a face that a product depends on but addresses and values."""
+    tensors = [(t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT) for t in face.tensors()]
+    return face.format, face.dequantized_rowwise, *tensors
+
+
+def _choose(left: Face, right: Face, out_dtype: torch.dtype, fast_accum: bool) -> Multiply:
+    """Choose the function that multiplies operands like these."""
     formats, device = (held_format(left), held_format(right)), left.qdata.device
-    out = None
     if left.scale is None and right.scale is None and out_dtype == torch.bfloat16:
-        out = _multiply_values(left, right, groups)
-    elif not fast_accum and is_native(*formats, out_dtype, device):
-        out = _multiply_natively(left, right, groups)
-    return _multiply(left, right, groups, out_dtype, fast_accum) if out is None else out
-
-
-def _multiply(
-    left: Face, right: Face, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
-    """Return the product of every group by this package's kernels."""
+        if _has_values(left, right):
+            return _multiply_values
+    elif not fast_accum and is_native(*formats, out_dtype, device) and _has_codes(left, right):
+        return _multiply_natively
     by_row, dtype = right.qdata.dim() == 3, None
-    device = left.qdata.device
-    if by_row and reencodes_weights(held_format(left), held_format(right), device):
-        reencoded = Reencoded(right)
-        out = _multiply(left, reencoded.face, groups, out_dtype, fast_accum)
-        reencoded.overwrite_(out, left, groups=groups)
-        return out
-    if not multiplies_codes(held_format(left), held_format(right), device):
+    if by_row and reencodes_weights(*formats, device):
+        return functools.partial(_multiply_reencoded, out_dtype, fast_accum)
+    if not multiplies_codes(*formats, device):
         plain = [face.qdata.dtype for face in (left, right) if face.scale is None]
         follows = [face.dequantized_rowwise for face in (left, right) if face.follows_rowwise]
         dtype = (*plain, *follows, torch.bfloat16)[0]
-    a, b = (
-        kernel_operand(face, groups, dtype, rowwise=by_row or face.dequantized_rowwise is not None)
-        for face in (left, right)
-    )
-    if left.format.drawn_signs and a.factor is not None:
-        a = a._replace(factor=nan_under_other_signs(a.factor, left, right))
-    tile = PRECISE_TILE if dtype is None and not fast_accum else TILES[dtype]
-    if a.scales is not None or b.scales is not None:
-        tile = PARTIAL_TILES[dtype]
-    run = _by_row if by_row else _over_tokens
-    return run(a, b, groups, out_dtype, tile, fast_accum)
+    return _OwnProduct(dtype, out_dtype, fast_accum)
+
+
+def _multiply_reencoded(
+    out_dtype: torch.dtype, fast_accum: bool, left: Face, right: Face, groups: Groups
+) -> Tensor:
+    reencoded = Reencoded(right)
+    out = multiply_groups(left, reencoded.face, groups, out_dtype, fast_accum)
+    reencoded.overwrite_(out, left, groups=groups)
+    return out
 
 
 def is_native(left: Format, right: Format, out_dtype: torch.dtype, device: torch.device) -> bool:
@@ -107,17 +115,22 @@ def is_native(left: Format, right: Format, out_dtype: torch.dtype, device: torch
     return fits and out_dtype == torch.bfloat16 and is_hopper(device)
 
 
-def _multiply_values(left: Face, right: Face, groups: Groups) -> Tensor | None:
-    """Multiply high-precision operands with torch; None where that would synchronize, or misaligned rows are not
+def _has_values(left: Face, right: Face) -> bool:
+    """Return whether torch multiplies high-precision operands: else it would synchronize, or misaligned rows are not
     supported."""
+    a, b = left.qdata, right.qdata
+    if not (a.dtype == b.dtype == torch.bfloat16) or not is_hopper(a.device):
+        return False
+    columns = b.shape[-1 if right.dequantized_rowwise is not None else -2]
+    return not columns * b.itemsize % ALIGNMENT and _is_readable(left) and _is_readable(right)
+
+
+def _multiply_values(left: Face, right: Face, groups: Groups) -> Tensor:
+    """Multiply high-precision operands with torch."""
     a, b = (
         face.qdata.transpose(-2, -1) if face.dequantized_rowwise is not None else face.qdata
         for face in (left, right)
     )
-    if not (a.dtype == b.dtype == torch.bfloat16) or not is_hopper(a.device):
-        return None
-    if b.shape[-2] * b.itemsize % ALIGNMENT or not (_is_readable(left) and _is_readable(right)):
-        return None
     out = torch._grouped_mm(a, b.transpose(-2, -1), offs=ends_of(groups))
     if b.dim() == 3:
         clear_rows_of_none(out, ends_of(groups))
@@ -134,12 +147,16 @@ def _is_readable(face: Face) -> bool:
     return (by_row or by_column) and whole and values.data_ptr() % ALIGNMENT == 0
 
 
-def _multiply_natively(left: Face, right: Face, groups: Groups) -> Tensor | None:
-    """Multiply with torch's grouped kernel; None where extents are not multiples of 16."""
+def _has_codes(left: Face, right: Face) -> bool:
+    """Return whether extents are multiples of 16, as torch's grouped kernel requires."""
+    a, b = left.qdata.shape, right.qdata.shape
+    return not any(size % ALIGNMENT for size in (*a[len(b) == 3 :], *b[-2:]))
+
+
+def _multiply_natively(left: Face, right: Face, groups: Groups) -> Tensor:
+    """Multiply with torch's grouped kernel."""
     a, b, ends = left.qdata, right.qdata, ends_of(groups)
     by_row = b.dim() == 3
-    if any(size % ALIGNMENT for size in (*a.shape[by_row:], *b.shape[-2:])):
-        return None
     if by_row:
         scale_a, scale_b = _by_token(left, groups), _by_other(right)
     else:
@@ -188,95 +205,96 @@ def reencodes_weights(left: Format, right: Format, device: torch.device) -> bool
     return reencodes(left, right) and has_fp8_units(device)
 
 
-def _by_row(
-    left: KernelOperand,
-    right: KernelOperand,
-    groups: Groups,
-    out_dtype: torch.dtype,
-    tile: ProductTile,
-    fast: bool,
-) -> Tensor:
-    """Return each token's product with the weight of its group, ``[T, N]``."""
-    rows, contraction = left.data.shape
-    columns = right.data.shape[2 if right.turned else 1]
-    out = torch.empty(rows, columns, dtype=out_dtype, device=left.data.device)
-    plan = planning(groups.num_groups, groups.step, rows, tile.rows, out.device)
-    number = plan.tiles * -(-columns // tile.columns)
-    numbers = plan.tiles, columns, contraction
-    key = _Key(
-        "product_by_row_kernel", number, tile, fast, left.kind, right.kind, numbers, out.dtype, out.device
-    )  # fmt: skip
-    _run(key, left, right, out, plan(ends_of(groups)))
-    return out
+class _OwnProduct:
+    """The product of operands that lie alike by this package's kernels.
+
+    Args:
+        dtype: In which operands are dequantized, or None to multiply elements as they are stored.
+        out_dtype: Of the product.
+        fast: Whether matrix units add up all that they multiply; else sums are promoted to fp32.
+    """
+
+    def __init__(self, dtype: torch.dtype | None, out_dtype: torch.dtype, fast: bool) -> None:
+        self._dtype, self._out_dtype, self._fast = dtype, out_dtype, fast
+        self._launch: _GroupedLaunch | None = None
+
+    def __call__(self, left: Face, right: Face, groups: Groups) -> Tensor:
+        dtype, by_row = self._dtype, right.qdata.dim() == 3
+        a, b = (
+            kernel_operand(
+                face, groups, dtype, rowwise=by_row or face.dequantized_rowwise is not None
+            )
+            for face in (left, right)
+        )
+        if left.format.drawn_signs and a.factor is not None:
+            a = a._replace(factor=nan_under_other_signs(a.factor, left, right))
+        launch = self._launch
+        if launch is None:  # what is computed of operands that lie alike lies alike, too
+            tile = PRECISE_TILE if dtype is None and not self._fast else TILES[dtype]
+            if a.scales is not None or b.scales is not None:
+                tile = PARTIAL_TILES[dtype]
+            launch = _GroupedLaunch(a, b, groups, self._out_dtype, tile, self._fast)
+            self._launch = launch
+        return launch(a, b, ends_of(groups))
 
 
-def _over_tokens(
-    left: KernelOperand,
-    right: KernelOperand,
-    groups: Groups,
-    out_dtype: torch.dtype,
-    tile: ProductTile,
-    fast: bool,
-) -> Tensor:
-    """Return the sums over each group's tokens, ``[E, M, N]``."""
-    count, rows, columns = groups.num_groups, left.rows, right.rows
-    out = torch.empty(count, rows, columns, dtype=out_dtype, device=left.data.device)
-    side = left if left.turned else right
-    # Of padded rows so many can be tokens: offsets beyond them stay in the operands
-    tokens = side.data.shape[0] if side.turned else side.data.shape[1] - count * groups.step
-    plan = planning(count, groups.step, tokens, _ALL, out.device)
-    number = count * -(-rows // tile.rows) * -(-columns // tile.columns)
-    key = _Key(
-        "product_of_tokens_kernel", number, tile, fast, left.kind, right.kind,
-        (rows, columns), out.dtype, out.device, (not left.turned, not right.turned),
-    )  # fmt: skip
-    _run(key, left, right, out, plan(ends_of(groups)))
-    return out
+class _GroupedLaunch:
+    """The kernel of a grouped product, for operands that lie as the given ones."""
 
+    def __init__(
+        self,
+        left: KernelOperand,
+        right: KernelOperand,
+        groups: Groups,
+        out_dtype: torch.dtype,
+        tile: ProductTile,
+        fast: bool,
+    ) -> None:
+        count, step, device = groups.num_groups, groups.step, left.data.device
+        rows, columns = left.rows, right.rows
+        across = -(-columns // tile.columns)
+        shape: tuple[int, ...] = rows, columns
+        numbers: tuple[int, ...] = shape
+        padded: dict[str, bool] = {}
+        if right.data.dim() == 3:  # each token with the weight of its group
+            plan = planning(count, step, rows, tile.rows, device)
+            kernel, programs = "product_by_row_kernel", plan.tiles * across
+            numbers = plan.tiles, columns, left.data.shape[1]
+        else:  # the sum over each group's tokens
+            side = left if left.turned else right
+            # Of padded rows so many can be tokens: offsets beyond them stay in the operands
+            tokens = side.data.shape[0] if side.turned else side.data.shape[1] - count * step
+            plan = planning(count, step, tokens, _ALL, device)
+            programs = count * -(-rows // tile.rows) * across
+            kernel, shape = "product_of_tokens_kernel", (count, *shape)
+            padded = {"LEFT_PADDED": not left.turned, "RIGHT_PADDED": not right.turned}
+        self._plan, self._numbers, self._device = plan, numbers, device
+        self._strides = left.numbers, right.numbers
+        self._empty = functools.partial(torch.empty, shape, dtype=out_dtype, device=device)
+        self._launch = Launch(
+            "grouped_mm",
+            kernel,
+            programs,
+            options={"num_warps": tile.warps, "num_stages": tile.stages},
+            LEFT=left.constants,
+            RIGHT=right.constants,
+            FAST=fast,
+            **padded,
+            BM=tile.rows,
+            BN=tile.columns,
+            BK=tile.along,
+            WIDTH=tile.width,
+        )
 
-class _Key(NamedTuple):
-    """Cache key of a launch: everything but addresses."""
-
-    kernel: str
-    programs: int
-    tile: ProductTile
-    fast: bool
-    left: tuple[object, ...]
-    right: tuple[object, ...]
-    numbers: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    padded: tuple[bool, ...] = ()
-
-
-_LAUNCHES: Cache[_Key, Launch] = Cache()
-
-
-def _run(key: _Key, left: KernelOperand, right: KernelOperand, out: Tensor, plan: Tensor) -> None:
-    launch = _LAUNCHES.get(key)
-    if launch is None:
-        launch = _LAUNCHES[key] = _launch(key, left.constants, right.constants)
-    take = launch.take
-    with on_device(key.device):
-        launch(left.taken(take), right.taken(take), out, plan, *key.numbers)
-
-
-def _launch(key: _Key, left: SideConstants, right: SideConstants) -> Launch:
-    tile, padded = key.tile, dict(zip(("LEFT_PADDED", "RIGHT_PADDED"), key.padded, strict=False))
-    return Launch(
-        "grouped_mm",
-        key.kernel,
-        key.programs,
-        options={"num_warps": tile.warps, "num_stages": tile.stages},
-        LEFT=left,
-        RIGHT=right,
-        FAST=key.fast,
-        **padded,
-        BM=tile.rows,
-        BN=tile.columns,
-        BK=tile.along,
-        WIDTH=tile.width,
-    )
+    def __call__(self, left: KernelOperand, right: KernelOperand, ends: Tensor) -> Tensor:
+        out, launch, (of_left, of_right) = self._empty(), self._launch, self._strides
+        take = launch.take
+        with on_device(self._device):
+            plan = self._plan(ends)
+            launch(
+                left.taken(take, of_left), right.taken(take, of_right), out, plan, *self._numbers
+            )
+        return out
 
 
 def clear_rows_of_none(out: Tensor, ends: Tensor) -> None:

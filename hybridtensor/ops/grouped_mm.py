@@ -24,7 +24,7 @@ from hybridtensor.ops.grouped_kernel import (
     reencodes_weights,
 )
 from hybridtensor.ops.groups import checked, cut_columns, cut_rows, each_group, matrix_of
-from hybridtensor.ops.library import define, implement
+from hybridtensor.ops.library import define, implement, runs_directly
 from hybridtensor.ops.scaled_mm import (
     Backend,
     check_multipliable,
@@ -33,7 +33,9 @@ from hybridtensor.ops.scaled_mm import (
 )
 
 
-def grouped_product(left: Face, right: Face, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def grouped_product(
+    left: Face, right: Face, out_dtype: torch.dtype, fast_accum: bool, direct: bool = False
+) -> Tensor:
     """Return the product of every group: the bits of ``product`` of each on the CPU."""
     groups = left.groups
     if groups is None or groups.ends is None:
@@ -43,6 +45,8 @@ def grouped_product(left: Face, right: Face, out_dtype: torch.dtype, fast_accum:
         raise ValueError(
             f"grouped_mm: a weight for each of {groups.num_groups} groups is required, got {right.qdata.shape[0]}"
         )
+    if left.qdata.is_cuda and (direct or runs_directly(left.qdata)):
+        return by_kernels(left, right, groups, out_dtype, fast_accum)
     operands = (left.tensors(), _text(left.kind), right.tensors(), _text(right.kind))
     return _OP(*operands, groups.ends, groups.num_groups, groups.step, out_dtype, fast_accum)
 

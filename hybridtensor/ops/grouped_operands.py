@@ -18,7 +18,6 @@ from hybridtensor.kernels.groups import Address, Side, SideConstants
 from hybridtensor.ops.dequantize import face_values, level_of, multipliable_values, signs_of
 from hybridtensor.ops.emulated_mm import sum_factor
 from hybridtensor.ops.face import Face, Groups
-from hybridtensor.ops.kernel_library import ALIGNMENT
 
 PARTIAL = 128  # entries of the contraction that share a scale of partial sums
 _CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  # as the kernels name them
@@ -58,21 +57,12 @@ class KernelOperand(NamedTuple):
         between = scales.stride(0) if scales.dim() == 3 else 0
         return (*lie, by_group, by_row, between, scales.stride(-2), scales.stride(-1))
 
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Key of the kernel that this operand needs."""
-        tensors = [t for t in (self.data, self.factor, self.scales) if t is not None]
-        return (
-            self.constants,
-            self.numbers,
-            *((t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in tensors),
-        )
-
-    def taken(self, take: Callable[[Tensor], Address]) -> Side:
+    def taken(self, take: Callable[[Tensor], Address], numbers: tuple[int, ...]) -> Side:
+        """Return the kernel's argument; ``numbers`` are those of an operand that lies alike."""
         data = take(self.data)
         factor = data if self.factor is None else take(self.factor)
         scales = data if self.scales is None else take(self.scales)
-        group, other, along, by_group, by_row, *of_scales = self.numbers
+        group, other, along, by_group, by_row, *of_scales = numbers
         return Side(data, group, other, along, factor, by_group, by_row, scales, *of_scales)
 
 

@@ -22,7 +22,7 @@ def product(
 ) -> Tensor:
     """Return ``left @ right.T + bias``: ``matrix_product``, or ``grouped_product`` without bias."""
     if left.groups is not None:
-        return grouped_product(left, right, out_dtype, fast_accum)
+        return grouped_product(left, right, out_dtype, fast_accum, direct)
     if direct or runs_directly(left.qdata):
         return chosen(left, right, bias, out_dtype)(left, right, bias, out_dtype, fast_accum)
     return matrix_product(left, right, bias, out_dtype, fast_accum)

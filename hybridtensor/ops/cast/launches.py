@@ -182,7 +182,7 @@ class CastLaunch:
         self._task, self._numbers = task, (row.slot, row.stream, column.slot, column.stream)
         several = task.several
         self._lies, self._strides = task.matrix[1:], [out.scale_strides for out in task.outputs]
-        self._is_plain = several is None and all(len(o.layouts) in (0, 2) for o in task.outputs)
+        self._is_plain = all(len(o.layouts) in (0, 2) for o in task.outputs)
         constants: dict[str, object] = {
             **task.constants(column, record, store=store),
             "REVERSED": reverse,
@@ -220,6 +220,7 @@ class CastLaunch:
                 (at, at, at),
                 0,
                 *self._numbers,
+                *self._of_several(at if plan is None else plan.data_ptr()),
             )
             return
         matrix, row, column = self._task.arguments(x, outs, amaxes, launch, inputs.prologue)
@@ -230,13 +231,15 @@ class CastLaunch:
             state = tuple([taken if t is None else launch.take(t) for t in given])
         if not launch.is_compiled:
             state = State(*state)
+        of_several = self._of_several(taken if plan is None else launch.take(plan))
+        launch.start(matrix, row, column, state, first_row, *self._numbers, *of_several)
+
+    def _of_several(self, plan: Address) -> tuple[object, ...]:
+        """Return the arguments that several matrices have besides."""
         several = self._task.several
         if several is None:
-            launch.start(matrix, row, column, state, first_row, *self._numbers)
-            return
-        parts = several.parts(taken if plan is None else launch.take(plan))
-        sizes = several.row_sizes, several.column_sizes
-        launch.start(matrix, row, column, state, first_row, *self._numbers, parts, *sizes)
+            return ()
+        return several.parts(plan), several.row_sizes, several.column_sizes
 
 
 class RecastLaunch:
