@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hybridtensor.dtensor import local
+from hybridtensor.ranks import PATIENCE, Ranks, patience
 from hybridtensor.subclasses import HybridTensor, MasterWeight
+
+T = TypeVar("T")
 
 
 def high_precision_values(weight: Tensor) -> Tensor:
@@ -38,3 +46,21 @@ def set_master(parameter: Tensor, master: Tensor, *, follows: bool, loaded: bool
     part = persistent_part(parameter)
     part.record.values = part.high_precision
     part.record.values.set_master(local(master), follows=follows, loaded=loaded)
+
+
+def raising_everywhere(closure: Callable[[], T], parameters: Iterable[Tensor]) -> Callable[[], T]:
+    """Wrap a closure so that an error of one rank is raised on all that hold parts of the parameters.
+
+    These quantize the parameters together after each evaluation, and would wait for it.
+    """
+
+    def finished() -> T:
+        loss = closure()
+        patience()  # other ranks may be behind until gradients are reduced
+        return loss
+
+    meshes = dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor))
+    evaluate = finished if meshes else closure
+    for group in dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups()):
+        evaluate = functools.partial(Ranks("MasterWeights.step", group, PATIENCE).each, evaluate)
+    return evaluate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import warnings
 import weakref
@@ -20,6 +19,7 @@ from hybridtensor.masters import (
     follows_from_master,
     high_precision_values,
     persistent_part,
+    raising_everywhere,
     set_master,
 )
 from hybridtensor.ops.library import is_traced
@@ -182,13 +182,12 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _following(self, closure: Callable[[], float]) -> Callable[[], float]:
         """Wrap a closure so that each evaluation quantizes the parameters from the present masters."""
-        evaluations = itertools.count()
+        everywhere = raising_everywhere(closure, [parameter for parameter, _ in self._pairs])
 
         def evaluate() -> float:
-            if next(evaluations):
-                self._write_back(self._stepped_pairs())
+            self._write_back(self._stepped_pairs())  # none yet at the first evaluation
             with torch.enable_grad():
-                loss = closure()
+                loss = everywhere()
             self._take_gradients()
             return loss
 

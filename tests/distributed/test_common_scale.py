@@ -93,6 +93,26 @@ def test_persistent_shards(two, recipe):
     two.run(trains_like_the_whole, recipe, 2, True, {})
 
 
+def one_closure_raises(rank):
+    model = shard(model_of("fp8", persistent=True).to(here()), mesh_of(rank, 2))
+    optimizer = optimizer_of(model, True)
+
+    def closure():
+        if rank == 0:
+            raise ValueError("data: no batch is left")
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
+        return 0.0
+
+    with pytest.raises(ValueError, match=r"no batch is left.*rank 0"):
+        optimizer.step(closure)
+    step(model, optimizer, 0)  # and no rank waits for what another one left undone
+
+
+def test_a_closure_that_raises_on_one_rank_raises_on_all(two):
+    two.run(one_closure_raises)
+
+
 @pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed"])
 def test_values_that_travel(two, recipe):
     """Uneven shards, and shards of columns, are quantized after the gather."""
