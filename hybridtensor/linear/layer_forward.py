@@ -39,7 +39,7 @@ from hybridtensor.linear.tensor_parallel import (
     sharded_linear,
 )
 from hybridtensor.linear.uses import Uses
-from hybridtensor.linear.values import as_master_weight
+from hybridtensor.linear.values import as_master_weight, as_weight
 from hybridtensor.ops.library import outside_graphs
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState
@@ -168,7 +168,9 @@ class LayerForward:
         # ``nn.Linear.forward`` calls F.linear and nothing else.
         calls_linear = self.inner is None and type(layer).forward is nn.Linear.forward
         if not calls_linear:
-            weight.is_data = False  # a layer has it: its products are quantized
+            if weight.is_data and weight.computes_as_values:
+                with as_weight(weight):
+                    return self(*args, **kwargs)
             if not self._ran and not observers:
                 self._ran = True
                 with Uses(layer, recipe.state):

@@ -27,7 +27,7 @@ from hybridtensor.linear.layer_forward import (
     required_layer,
 )
 from hybridtensor.linear.operands import WEIGHTS
-from hybridtensor.linear.values import as_master_weight
+from hybridtensor.linear.values import as_master_weight, as_weight
 from hybridtensor.ops.library import outside_graphs
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState
@@ -81,7 +81,9 @@ class StackForward(LayerForward):
                 if weight.is_of_no_layer:
                     return in_eager_code(self, args, kwargs)
                 continue
-            weight.is_data = False  # a module has it: its products are quantized
+            if weight.is_data and weight.computes_as_values:
+                with as_weight(weight):
+                    return self(*args, **kwargs)
             if weight.record.layer is not recipe.state or weight.record.is_new:
                 go_by(recipe, weight.record, weight.config, layer)
         return self.run(layer, args, kwargs)

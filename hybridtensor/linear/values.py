@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -53,6 +56,16 @@ def as_read(weight: Weight, reader: str, in_training: bool = False) -> Tensor:
         return values_to_read(weight, reader, in_training)
     observe_read(weight, reader, in_training=in_training)
     return values_of(weight)
+
+
+@contextlib.contextmanager
+def as_weight(data: Weight) -> Iterator[None]:
+    """Quantize products of ``weight.data`` while a layer has it, as by ``functional_call``."""
+    data.is_data = False
+    try:
+        yield
+    finally:
+        data.is_data = True
 
 
 def as_master_weight(values: Tensor, config: HybridConfig, state: LayerState) -> MasterWeight:

@@ -103,7 +103,7 @@ class InterceptingTensor(WrapperTensor):
     Attributes:
         config: The recipe of the layer whose weight this is, or None.
         record: Metadata of the weight, shared by its aliases and views.
-        is_data: Whether this was read as ``weight.data``, or made of it.
+        is_data: Whether this was read as ``weight.data``, or made of it; copied with it.
     """
 
     functions: ClassVar[OpTable]
@@ -112,7 +112,6 @@ class InterceptingTensor(WrapperTensor):
         *WrapperTensor.transient_names,
         "record",
         "_flattened",
-        "is_data",
     )
     _flattened: _Flattened | None = None
     is_data: bool = False

@@ -1,6 +1,7 @@
 """``weight.data = values`` and in-place arithmetic: both kinds of weight take values as plain parameters do."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -457,5 +458,14 @@ def test_data_that_a_module_has_is_multiplied_as_a_weight():
     with torch.no_grad():
         for found in (x @ again.t(), x @ again.detach().t(), nn.functional.linear(x, net.weight.data)):
             assert torch.equal(found, expected)
-        data = {"weight": turned.weight.data}
-        assert torch.equal(torch.func.functional_call(turned, data, (x,)), turned(x))
+        data = turned.weight.data
+        assert torch.equal(torch.func.functional_call(turned, {"weight": data}, (x,)), turned(x))
+        assert torch.equal(x @ data, x @ turned.weight.dequantize())  # still multiplied as values outside of it
+
+
+@KINDS
+def test_copies_of_data_are_multiplied_as_values(persistent):
+    net, rotation = layer("fp8", persistent), torch.linalg.qr(plain(3)).Q
+    data = net.weight.data
+    for copied in (copy.deepcopy(data), copy.copy(data), pickle.loads(pickle.dumps(data))):
+        assert torch.equal(rotation @ copied, rotation @ data)
