@@ -286,6 +286,22 @@ def test_views_change_the_part_that_they_are():
     assert torch.equal(net.weight.original, expected)
 
 
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_rowwise", "nvfp4"])
+def test_writes_of_empty_views_change_nothing(recipe):
+    net, other = layer(recipe, persistent=True), layer(recipe, persistent=True, seed=1)
+    before = copy.deepcopy(net.weight)
+    with torch.no_grad():
+        for data in (net.weight, net.weight.t()):
+            data[:0].copy_(plain(1)[:0])
+            data[128:] = other.weight.detach()[:0]
+            data[:, :0] = 3.0
+            data[:0].zero_().mul_(2.0)
+    assert torch.equal(net.weight, before)
+    assert net.weight.high_precision.follows
+    with pytest.raises(RuntimeError, match="size"):
+        net.weight.data[:0].copy_(plain(1)[:3])
+
+
 @pytest.mark.parametrize("recipe", ["fp8", "fp8_rowwise", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("size", [(2, -1, plain(0).shape[1]), (-1,)], ids=["grouped", "flat"])
 def test_views_of_a_matrix_in_other_dimensions_change_it(size, recipe):

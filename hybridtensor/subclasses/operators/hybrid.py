@@ -141,7 +141,7 @@ def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         require_reader("copy_", src)
         dst.copy_(values_for(dst, src), non_blocking=non_blocking)
         return dst
-    if isinstance(src, HybridTensor) and _same_kind(dst, src):
+    if isinstance(src, HybridTensor) and _same_kind(dst, src) and not _is_empty_view(dst):
         _check_copy(dst, src)
         # A model may be loaded after its optimizer: faces that its masters gave already stay what these give.
         unchanged = dst.high_precision.loaded and bool(_equal(aten.equal.default, (dst, src), {}))
@@ -189,8 +189,14 @@ def requantize_(dst: HybridTensor, values: Tensor) -> HybridTensor:
             f"in-place write: {dst!r} has no recipe to quantize the new values with; "
             "use quantizer.update_(tensor, values)"
         )
-    refresh_(dst, values)
+    if not _is_empty_view(dst):
+        refresh_(dst, values)
     return dst
+
+
+def _is_empty_view(weight: HybridTensor) -> bool:
+    """Return whether nothing can be written; a rank's empty shard is no view, and takes part in collectives."""
+    return weight.taken is not whole and not weight.numel()
 
 
 @table.register(aten.set_data.default)
