@@ -18,6 +18,7 @@ import hybridtensor as ht
 from hybridtensor import costs
 from hybridtensor.advising.advise import _spec
 from hybridtensor.advising.choosing import FormatOption, cheapest, curve, frontier
+from hybridtensor.advising.measuring import Product
 
 PLACES = ["blocks.0.up", "blocks.2.down", "blocks.3.up"]
 
@@ -310,6 +311,11 @@ def test_the_curve_falls_and_meets_exhaustive_search():
         assert found.error <= budget + 1e-12
         assert found.cost <= 1.1 * best  # greedy: within a tenth here, exact where the hull is
     assert cheapest(products, steps, -1.0) is None
+
+
+def test_a_product_that_a_format_overflows_has_an_infinite_error_whatever_depends_on_it():
+    product = Product("layer", "grad_input", 1.0, 0.0, {"fp8": math.inf, "mxfp8": 0.5})
+    assert [product.error(fmt) for fmt in product.noise] == [math.inf, 0.0]
 
 
 def test_options_that_are_not_worth_it_are_left_out():

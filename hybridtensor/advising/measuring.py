@@ -50,8 +50,9 @@ class Product(NamedTuple):
     noise: dict[str, float]
 
     def error(self, fmt: str) -> float:
-        """Return this product's share of the recipe's error with one format."""
-        return self.weight * self.noise[fmt]
+        """Return this product's share of the recipe's error with one format; infinite if that overflows."""
+        noise = self.noise[fmt]
+        return noise if math.isinf(noise) else self.weight * noise
 
 
 def measure(
