@@ -227,7 +227,7 @@ def test_modifiers_that_change_nothing_are_mistakes():
     for spec in (
         "mxfp8+nearest", "fp8+fp32_scale", "bf16+rowwise_dequantized+one_d", "bf16+rowwise_dequantized",
         "nvfp4+dequantized+nearest", "fp8+pow2_scale+fp32_scale", "nvfp4+nearest+nearest", "nvfp4+four_over_six_mse",
-        "nvfp4+four_over_six+four_over_six_weight",
+        "nvfp4+four_over_six+four_over_six_weight", "fp8+high_precision+save_original_input",
     ):  # fmt: skip
         with pytest.raises(ValueError, match="changes nothing in"):
             HybridConfig.parse(spec)

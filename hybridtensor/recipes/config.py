@@ -286,8 +286,8 @@ class HybridConfig(AOBaseConfig):
         """
         read = Spec.parse(spec)
         config = cls(**read.arguments())
-        for i, modifier in enumerate(read.modifiers):
-            if config == cls._meant_by(read.without(i)):
+        for modifier, without in read.shorter():
+            if config == cls._meant_by(without):
                 raise ValueError(
                     f"HybridConfig.parse: {modifier!r} changes nothing in {spec!r}; drop it"
                 )

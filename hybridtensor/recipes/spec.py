@@ -14,7 +14,7 @@ the other way.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -295,9 +295,13 @@ class Spec:
             MODIFIERS[name].apply(faces)
         return {**faces.by_role(), **dict(POLICIES[policy] for policy in self.policies)}
 
-    def without(self, modifier: int) -> Spec:
-        kept = self.modifiers[:modifier] + self.modifiers[modifier + 1 :]
-        return dataclasses.replace(self, modifiers=kept)
+    def shorter(self) -> Iterator[tuple[str, Spec]]:
+        """Yield each modifier and policy, and this spec without it."""
+        for field_name in ("modifiers", "policies"):
+            names: tuple[str, ...] = getattr(self, field_name)
+            for i, name in enumerate(names):
+                kept: dict[str, Any] = {field_name: names[:i] + names[i + 1 :]}
+                yield name, dataclasses.replace(self, **kept)
 
     def __str__(self) -> str:
         words = self.words[:1] if len(set(self.words)) == 1 else self.words
