@@ -115,7 +115,7 @@ def shapes(rank, path):
     part = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)], run_check=False, shape=(4 + rank, 2), stride=(2, 1))
     told({"d": {"x": part}}, r"d\.x is \(4, 2\).* on rank 0, \(5, 2\)")
     dist.barrier()  # the first rank has tidied up
-    assert not os.listdir(path)
+    assert not os.path.exists(path)
     dist.barrier()
     own = {f"of {rank}": torch.ones(3 + rank), "n": 3}
     checkpoint.save(path, 1, {"d": own, "m": nn.Linear(2, 2)})  # under a name of its own, a rank may have what it likes

@@ -280,8 +280,10 @@ def _planned(
         check_arguments(
             ranks, directory=os.path.normpath(root), step=step, **dataclasses.asdict(options)
         )
+        planner, plans = _checked_plans(ranks, entries, options)
+        # Only now: a state that is refused leaves no folder
         folder = ranks.first(lambda: new_folder(ranks.who, root, step, options.overwrite))
-        yield _plan(ranks, root, folder, step, entries, options)
+        yield _plan(ranks, root, folder, step, entries, planner, plans)
     except BaseException:
         if folder is not None and ranks.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -298,9 +300,10 @@ def _given(
     return root_folder(directory, step), Entries(state)
 
 
-def _plan(
-    ranks: Ranks, root: Path, folder: Path, step: int, entries: Entries, options: _Options
-) -> _Write:
+def _checked_plans(
+    ranks: Ranks, entries: Entries, options: _Options
+) -> tuple[HybridSavePlanner, list[SavePlan]]:
+    """Return this rank's planner and the plans of all ranks, which fit together."""
     # First, with an error that names the ranks: of plans that do not fit DCP says only that they are
     # invalid.
     recipes = ranks.gather(lambda: (entries.weights, entries.kinds, entries.groups))
@@ -311,6 +314,31 @@ def _plan(
             f"{ranks.who}: ranks {different} have other weights, recipes or entries than rank {ranks.members[0]}; "
             "convert the model alike everywhere"
         )
+    planner = HybridSavePlanner()
+
+    def own_plan() -> SavePlan:
+        values = entries.collect(faces=options.faces)
+        planner.set_up_planner(values, is_coordinator=ranks.rank == 0)
+        own = planner.create_local_plan()
+        planner.stage_values(own, ranks.who)
+        return own
+
+    plans = ranks.gather(own_plan)
+    check_plans(ranks, plans)
+    if options.check_replicas:
+        compare_replicas(ranks, planner.state_dict)
+    return planner, plans
+
+
+def _plan(
+    ranks: Ranks,
+    root: Path,
+    folder: Path,
+    step: int,
+    entries: Entries,
+    planner: HybridSavePlanner,
+    plans: list[SavePlan],
+) -> _Write:
     manifest = Manifest(
         step,
         ranks.size,
@@ -320,23 +348,11 @@ def _plan(
         entries.recipes,
         entries.groups,
     )
-    writer, planner = Writer(folder), HybridSavePlanner()
-
-    # The steps of ``dcp.save`` in their order, with our collectives in between, where an error of
+    # The other steps of ``dcp.save`` in their order, with our collectives in between, where an error of
     # one rank reaches all. A torch that asks planners or writers for another order fails here.
-    def own_plan() -> SavePlan:
-        planner.set_up_planner(
-            entries.collect(faces=options.faces), writer.storage_meta(), ranks.rank == 0
-        )
-        writer.set_up_storage_writer(ranks.rank == 0)
-        own = writer.prepare_local_plan(planner.create_local_plan())
-        planner.stage_values(own, ranks.who)
-        return own
-
-    plans = ranks.gather(own_plan)
-    check_plans(ranks, plans)
-    if options.check_replicas:
-        compare_replicas(ranks, planner.state_dict)
+    writer = Writer(folder)
+    writer.set_up_storage_writer(ranks.rank == 0)
+    ranks.each(lambda: writer.prepare_local_plan(plans[ranks.rank]))
 
     def all_plans() -> tuple[list[SavePlan], Metadata]:
         made, metadata = planner.create_global_plan(plans)
