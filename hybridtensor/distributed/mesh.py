@@ -78,9 +78,9 @@ def set_mesh_(
     )
     # Before anything changes: it raises on every rank, or on none.
     require_contract("set_mesh_", model, ranks.groups)
+    _mark_parts(model, parts, _dimensions(mesh, "ep", ep))  # raises where parts cut blocks
     for state in _states(model):
         state.ranks = ranks
-    _mark_parts(model, parts, _dimensions(mesh, "ep", ep))
     return model
 
 

@@ -457,6 +457,21 @@ def test_set_mesh(four):
     four.run(meshes)
 
 
+def mesh_that_does_not_fit(rank):
+    mesh = init_device_mesh(here(), (2,), mesh_dim_names=("tp",))
+    model = ht.quantize_(nn.Sequential(nn.Linear(64, 96, device=here())), "mxfp8")
+    parallelize_module(model, mesh, {"0": ColwiseParallel()}, src_data_rank=None)  # without a collective that checks
+    state = model[0].weight.to_local().layer
+    before = state.ranks
+    with pytest.raises(ValueError, match=r"a part \[48, 64\] of \[96, 64\]"):
+        ht.set_mesh_(model, mesh)
+    assert state.ranks is before
+
+
+def test_a_mesh_that_cuts_blocks_is_not_set(two):
+    two.run(mesh_that_does_not_fit)
+
+
 def with_fsdp(rank, recipes, shape, persistent):
     """FSDP2 over what tensor parallelism left: bitwise the model that is only cut, on a half of the batch each."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # torch's, of what ``to_local`` returns, plain layers too
