@@ -27,8 +27,11 @@ from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
 import hybridtensor.distributed as our_styles
+from hybridtensor.distributed.fsdp.plan import ROW
+from hybridtensor.distributed.sequence.layout import SequenceLayout
 from hybridtensor.distributed.sequence.sends import _gathers as gathers
 from hybridtensor.dtensor import local
+from hybridtensor.ops import high_precision
 from hybridtensor.testing import saved_for_backward
 
 RECIPES = [
@@ -453,6 +456,19 @@ def under_fsdp(rank, recipe):
 @pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("fp8_delayed", marks=long("one with state"))])
 def test_under_fsdp2_and_compiled(four, recipe):
     four.run(under_fsdp, recipe)
+
+
+def test_what_was_sent_is_not_copied_again():
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert func is not torch.ops.aten.clone.default
+            return func(*args, **(kwargs or {}))
+
+    face = high_precision(data(0).t())  # no contiguous matrix: sending it takes a copy
+    received = face.qdata.contiguous()
+    with Copies():
+        whole = SequenceLayout("", 1, False).finish(face, ROW, [received], received.shape)
+    assert whole.qdata is received
 
 
 def other_readers(rank):

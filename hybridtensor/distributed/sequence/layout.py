@@ -22,18 +22,22 @@ class _Piece(NamedTuple):
     """A tensor of a face that is sent, as a contiguous matrix whose tokens lie along ``axis``."""
 
     which: int
-    memory: Tensor
+    tensor: Tensor
     axis: int
-    by_block: bool
-    dtype: torch.dtype
+    by_block: bool = False
+
+    @property
+    def memory(self) -> Tensor:
+        """What is sent; a copy if the tensor lies otherwise."""
+        memory = self.tensor.view(torch.uint8) if _as_bytes(self.tensor) else self.tensor
+        return (memory.t() if self.by_block else memory).contiguous()
 
 
 def _sent_pieces(face: Face, direction: str) -> list[_Piece]:
     """Return the tensors of a face that are sent; those equal on all ranks are not."""
     tensors, along, fmt = face.tensors(), 0 if direction == ROW else 1, face.format
     if face.scale is None:  # values lie as those of the rowwise face, whichever it is
-        values = tensors[0].contiguous()
-        return [_Piece(0, values, 0, False, values.dtype)]
+        return [_Piece(0, tensors[0], 0)]
     sent = [True, fmt.block[along] is not None]
     if fmt.tensor_block is not None:
         sent.append(fmt.tensor_block[along] is not None)
@@ -43,11 +47,7 @@ def _sent_pieces(face: Face, direction: str) -> list[_Piece]:
             # Scales of 1 x n lie block by block (``face_layouts``): transposed they are contiguous, and are sent
             # without a copy.
             by_block = which == 1 and fmt.block[0] == 1 and fmt.block[1] is not None
-            memory = tensor.view(torch.uint8) if _as_bytes(tensor) else tensor
-            memory = (memory.t() if by_block else memory).contiguous()
-            found.append(
-                _Piece(which, memory, 1 - along if by_block else along, by_block, tensor.dtype)
-            )
+            found.append(_Piece(which, tensor, 1 - along if by_block else along, by_block))
     return found
 
 
@@ -85,8 +85,8 @@ class SequenceLayout:
             whole = c10d.wait_tensor(part)
             if piece.axis or batch != 1:  # else no view: compilers look for products of a gather
                 whole = self._in_order(whole, piece.axis, batch)
-            if whole.dtype != piece.dtype:
-                whole = whole.view(piece.dtype)
+            if whole.dtype != piece.tensor.dtype:
+                whole = whole.view(piece.tensor.dtype)
             tensors[piece.which] = whole.t() if piece.by_block else whole
         return Face.of(tensors, face.kind)
 
