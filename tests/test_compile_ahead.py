@@ -55,6 +55,14 @@ def started(monkeypatch, device):
     return made
 
 
+def test_the_casts_of_a_weight_may_be_traced_inside_those_of_another():
+    with compile_ahead.weight_casts():
+        with compile_ahead.weight_casts():
+            pass
+        assert compile_ahead._traces_weight
+    assert not compile_ahead._traces_weight
+
+
 class Two(nn.Module):
     """Two layers in one graph: Dynamo leaves out the frames of containers of torch."""
 

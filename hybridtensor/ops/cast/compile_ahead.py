@@ -83,11 +83,11 @@ def compile_ahead(name: str, args: PyTree, *, is_lowered: bool = False) -> None:
 def weight_casts() -> Iterator[None]:
     """Compile the kernels of lists for casts that are traced inside: they are of a weight."""
     global _traces_weight
-    _traces_weight = True
+    before, _traces_weight = _traces_weight, True
     try:
         yield
     finally:
-        _traces_weight = False
+        _traces_weight = before
 
 
 def _of_list(name: str, args: tuple[object, ...]) -> tuple[str, tuple[object, ...]]:
