@@ -244,3 +244,21 @@ def test_measuring_in_the_graph_changes_no_bit(recipe, edge, device):
     eager = net(x)
     fast = torch.compile(net, fullgraph=True, backend="aot_eager")(x)
     assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(eager, fast, strict=True))
+
+
+def test_a_region_of_a_layer_runs_where_it_occurs_once():
+    """It becomes a part of its graph. Of equal ones, and of persistent weights, torch says that it has no rule."""
+    torch._dynamo.reset()
+    region = torch.compiler.nested_compile_region(lambda layer, x: layer(x))
+
+    def compiled(x, *layers):
+        run = functools.partial(functools.reduce, lambda x, layer: region(layer, x))
+        return torch.compile(run, fullgraph=True, backend="aot_eager")(layers, x)
+
+    x = random_tensor(32, 64, dtype=torch.float32).requires_grad_()
+    net = ht.quantize_(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "fp8")
+    assert torch.equal(compiled(x, net[0]), net[0](x))
+    with pytest.raises(Exception, match="no rule registered for HOP invoke_subgraph"):
+        compiled(x, *net)
+    with pytest.raises(Exception, match="Expected FakeTensor"):
+        compiled(x, *ht.quantize_(nn.Sequential(nn.Linear(64, 64)), "fp8", persistent=True))
