@@ -360,6 +360,19 @@ def test_reads_of_a_masters_weight_have_the_weights_dtype():
     assert torch.equal(read, 2 * master.detach().bfloat16())
 
 
+@pytest.mark.parametrize("stepped", [False, True])
+def test_values_of_more_precision_than_the_weight_are_quantized_as_they_are(stepped):
+    """What is loaded into a BF16 weight with an fp32 master is that master, not rounded to BF16."""
+    net, values = layer(persistent=True, dtype=torch.bfloat16), plain(1)
+    optimizer = ht.optim.MasterWeights(torch.optim.SGD, [net.weight], lr=0.1) if stepped else None
+    with torch.no_grad():
+        net.weight.copy_(values)
+    master = net.weight.high_precision.current if optimizer is None else optimizer.masters()[net.weight]
+    assert torch.equal(master, values)
+    expected = ht.Float8Quantizer().quantize(values).rowwise.dequantize(torch.bfloat16)
+    assert torch.equal(net.weight.rowwise.dequantize(), expected)
+
+
 def test_persistent_weights_are_not_joined():
     """DistributedDataParallel joins parameters, sends them, and writes the parts back."""
     data = layer(persistent=True).weight.data
