@@ -153,7 +153,7 @@ class LayerState(StateModule):
     def lineage(self) -> object | None:
         """Identifier of the input scales' history: layers with equal ones have equal scales; None if unknown."""
         # None if a compiled graph records amaxes of this layer, or something other than ``step_`` wrote the scales:
-        # DistributedDataParallel broadcasts buffers in each forward by default.
+        # DistributedDataParallel broadcasts buffers when it wraps a model.
         if self.replayed:
             return None
         buffers, lineage = self._buffers, self.__dict__["_lineage"]

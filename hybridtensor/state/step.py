@@ -21,6 +21,7 @@ from hybridtensor.state.rules import in_words, required
 from hybridtensor.state.stages import pipeline_size
 from hybridtensor.state.step_amaxes import (
     drop_amaxes,
+    find_siblings,
     fold_amaxes,
     gathered_amaxes,
     leaders,
@@ -186,11 +187,12 @@ def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRa
     lineages = next_lineages(states)
     fold_amaxes(states)
     groups = _groups(model, states, ranks)
-    for group in groups:
-        _check_same_scales(model, states, group)
+    begins = [_check_same_scales(model, states, group) for group in groups]
     for device in dict.fromkeys(required(state.encode_scale).device for state in states):
         of_device = [state for state in states if required(state.encode_scale).device == device]
         _update_on_device(model, of_device, groups, lineages)
+    if any(begins) and not is_captured():
+        find_siblings(states)
 
 
 def _update_on_device(
@@ -256,13 +258,14 @@ def _groups(model: nn.Module, states: list[LayerState], ranks: TrainingRanks) ->
     return []
 
 
-def _check_same_scales(model: nn.Module, states: list[LayerState], group: Group) -> None:
-    """Raise on every rank unless all have the same scales, compared once per model, group and layout."""
+def _check_same_scales(model: nn.Module, states: list[LayerState], group: Group) -> bool:
+    """Raise on every rank unless all have the same scales; return whether it compared: once per model, group and
+    layout."""
     checked = training_of(model).scales
     # names of layers, and the identity of their rules
     layout = [(state.name, id(state.rules)) for state in states]
     if checked.get(group) == layout:
-        return
+        return False
     if states:
         require_no_join(model)
     facts = {
@@ -277,3 +280,4 @@ def _check_same_scales(model: nn.Module, states: list[LayerState], group: Group)
         timeout=patience(),
     )
     checked[group] = layout
+    return True

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridtensor.ops.amaxes import AmaxRecord, fold, forget_gathers
 from hybridtensor.state.layer import LayerState
+from hybridtensor.state.lineage import digest
 from hybridtensor.state.rules import required
 from hybridtensor.state.training import Pending, on_host
 
@@ -88,6 +89,16 @@ def next_lineages(states: list[LayerState]) -> dict[LayerState, object | None]:
         else:
             found[state] = after.setdefault((before, inputs), object()) if inputs else before
     return found
+
+
+def find_siblings(states: list[LayerState]) -> None:
+    """Give layers of unknown lineage one by their scales, which are read from the device.
+
+    Called in the first step, before which DistributedDataParallel may have written them.
+    """
+    for state in states:
+        if state.lineage is None:
+            state.set_lineage(digest(state.slots, state.encode_scale, state.amax_history))
 
 
 def leaders(states: list[LayerState], lineages: dict[LayerState, object | None]) -> Tensor:

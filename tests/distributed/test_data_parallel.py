@@ -174,7 +174,7 @@ def other_inputs_on_another_rank(rank):
 
 
 def siblings_under_ddp(rank):
-    """They share casts unless DDP broadcasts their scales in each forward; bits are those of layers that never do."""
+    """They share casts, from the second step on if DDP broadcasts scales; bits are those of layers that do not."""
     for broadcast in (True, False):
         found = []
         for shared in (True, False):
@@ -188,8 +188,9 @@ def siblings_under_ddp(rank):
                 x = x.requires_grad_().view_as(x)
                 with ht.share_inputs(shared):
                     parallel(x, x).backward()
-                assert (states[0].lineage is None) is broadcast
+                assert (states[0].lineage is None) is (broadcast and seed == 0)
                 ht.step_(model)
+                assert seed == 0 or (states[0].lineage == states[1].lineage) is shared
             found.append([*(p.grad for p in model.parameters()), *(b for state in states for b in state.buffers())])
         assert all(map(torch.equal, *found))
 
