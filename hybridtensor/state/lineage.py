@@ -24,7 +24,7 @@ class Lineage(NamedTuple):
             return cls()
         if scale.is_inference() or history.is_inference():  # nobody counts their writes
             return cls()
-        # Whoever else writes scales (a load, the broadcast of DistributedDataParallel) is counted
+        # Whoever else writes scales (a load, DistributedDataParallel when it wraps a model) is counted
         # by autograd, and ends the lineage.
         return cls(inputs, (scale._version, history._version))
 
