@@ -216,28 +216,6 @@ def uneven_batches(rank):
         assert refused or early or next(iter(model.parameters())).grad is None
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        ddp,
-        ddp_with_state,
-        scales_are_reduced,
-        different_scales_raise_on_every_rank,
-        a_group_is_kept_for_recipes_to_come,
-        models_without_state_wait_for_their_group_alone,
-        random_rounding_does_not_depend_on_the_number_of_ranks,
-        other_inputs_on_another_rank,
-        siblings_under_ddp,
-        uneven_batches,
-    ],
-    ids=lambda f: f.__name__,
-)
-def test_on_two_ranks(two, body):
-    if two.device != "cpu":
-        pytest.skip("about gloo")
-    two.run(body)
-
-
 def moved_after_training(rank):
     """While DDP lives, which holds gradient accumulators; as Lightning does when a run ends."""
     model = make(0, "fp8")
@@ -251,5 +229,24 @@ def moved_after_training(rank):
     parallel(data(rank)).square().sum().backward()
 
 
-def test_moving_a_model_that_ddp_wraps(two):
-    two.run(moved_after_training)
+@pytest.mark.parametrize(
+    "body",
+    [
+        ddp,
+        ddp_with_state,
+        scales_are_reduced,
+        different_scales_raise_on_every_rank,
+        a_group_is_kept_for_recipes_to_come,
+        models_without_state_wait_for_their_group_alone,
+        random_rounding_does_not_depend_on_the_number_of_ranks,
+        other_inputs_on_another_rank,
+        siblings_under_ddp,
+        uneven_batches,
+        moved_after_training,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_on_two_ranks(two, body):
+    if two.device != "cpu":
+        pytest.skip("about gloo")
+    two.run(body)
