@@ -122,6 +122,23 @@ def test_values_of_any_layout(device, features, turned, small_tiles):
     check(columns, columns, torch.bfloat16)
 
 
+def apart(tensor, begin):
+    """Return the tensor with other elements between its rows, from another address."""
+    *outer, width = tensor.shape
+    wider = torch.zeros(*outer, 2 * width, dtype=torch.uint8, device=tensor.device)
+    found = wider.view(tensor.dtype)[..., begin : width + begin]
+    found.view(torch.uint8).copy_(tensor.view(torch.uint8))
+    return found
+
+
+@pytest.mark.parametrize("begin", [16, 4], ids=["aligned", "not aligned"])
+def test_operands_that_lie_otherwise(device, begin, small_tiles):
+    """What was prepared for the operands before is not launched with them."""
+    for left, right in operands(device, "fp8_e5m2_row", "fp8_e5m2_row", ENDS[0]):
+        check(left, right, torch.bfloat16)
+        check(*(one._replace(qdata=apart(one.qdata, begin)) for one in (left, right)), torch.bfloat16)
+
+
 def test_products_of_nothing(device):
     groups = Groups(2, torch.zeros(2, dtype=torch.int32, device=device), 32)
     tokens, w = torch.empty(0, 64, device=device).bfloat16(), torch.ones(2, 32, 64, device=device).bfloat16()
