@@ -205,6 +205,19 @@ def test_two_weights_are_multiplied_as_values(multiply):
     torch.testing.assert_close(a.grad, torch.ones(64, 64) @ b.dequantize().t())
 
 
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated")  # torch's own, when it compiles
+@pytest.mark.parametrize(("compiled", "persistent"), [(False, False), (True, False), (False, True)])
+def test_a_weight_as_the_input_of_a_layer_is_quantized(compiled, persistent):
+    """As a layer that projects a whole embedding does, whose weight is also that of a converted head."""
+    ours, same = (ht.quantize_(model(), "fp8", persistent=persistent) for _ in range(2))
+    layer = torch.compile(ours[0], backend="aot_eager", fullgraph=True) if compiled else ours[0]
+    values = ours[2].weight.detach().dequantize().requires_grad_()
+    layer(ours[2].weight).square().sum().backward()
+    same[0](values).square().sum().backward()
+    assert torch.equal(ours[2].weight.grad, values.grad)
+    assert torch.equal(ours[0].weight.grad, same[0].weight.grad)
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "fp8"])
 def test_a_weight_as_the_input_of_linear_is_multiplied_as_left_of_a_matrix(recipe):
     weight, other, bias = model(recipe)[0].weight, torch.randn(32, 64), torch.randn(32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from hybridtensor.arguments import require_kind
 from hybridtensor.linear.function import linear
 from hybridtensor.linear.grouped import batched_linear, grouped_linear
 from hybridtensor.linear.layer_forward import STACKS
-from hybridtensor.linear.operands import Weight
+from hybridtensor.linear.operands import Weight, is_weight
 from hybridtensor.linear.tensor_parallel import require_own_tokens
 from hybridtensor.linear.values import as_read, read, values_of
 from hybridtensor.ops.autograd import Function
@@ -28,13 +28,6 @@ from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 from hybridtensor.subclasses.owners import settle
 
 T = TypeVar("T", bound=Callable[..., object])
-
-
-def is_weight(tensor: object) -> TypeGuard[Weight]:
-    """Return whether products with a tensor are quantized: a ``HybridTensor`` without a recipe is an input."""
-    return isinstance(tensor, MasterWeight) or (
-        isinstance(tensor, HybridTensor) and tensor.config is not None
-    )
 
 
 def intercept(*functions: Func) -> Callable[[T], T]:

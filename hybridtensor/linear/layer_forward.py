@@ -26,26 +26,26 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hybridtensor.dtensor import local
 from hybridtensor.linear.exported import require_own_weight
 from hybridtensor.linear.function import linear, require_plain_autograd
 from hybridtensor.linear.kinds import is_listed
-from hybridtensor.linear.operands import WEIGHTS, Weight
+from hybridtensor.linear.operands import WEIGHTS, Weight, is_weight
 from hybridtensor.linear.tensor_parallel import (
     ShardedLinearMode,
     require_shardable,
     sharded_linear,
 )
 from hybridtensor.linear.uses import Uses
-from hybridtensor.linear.values import as_master_weight, as_weight
+from hybridtensor.linear.values import as_master_weight, as_read, as_weight
 from hybridtensor.ops.library import outside_graphs
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState
 from hybridtensor.state.training import watch_optimizers
 from hybridtensor.subclasses import MasterWeight
-from hybridtensor.subclasses.observing import observers
+from hybridtensor.subclasses.observing import observe_read, observers
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 from hybridtensor.subclasses.owners import LayerRecipe, go_by, set_owner
 
@@ -208,6 +208,8 @@ class LayerForward:
             return self.run(layer, args, kwargs)
 
     def run(self, layer: nn.Module, args: Args, kwargs: Kwargs) -> object:
+        if any(map(is_weight, (*args, *kwargs.values()))):  # such as that of a tied embedding
+            args, kwargs = tree_map(_as_input, (args, kwargs))
         if self.inner is None:
             return type(layer).forward(layer, *args, **kwargs)
         return self.inner(*args, **kwargs)
@@ -273,6 +275,14 @@ def required_layer(layer: nn.Module | None) -> nn.Module:
 
 def _unbound(kind: type[LayerForward] = LayerForward) -> LayerForward:
     return kind.__new__(kind)
+
+
+def _as_input(argument: object) -> object:
+    """Return a weight's values: as the input of a layer it is quantized by that one's recipe."""
+    if not is_weight(argument):
+        return argument
+    observe_read(argument, "embedding")
+    return values_of(argument)
 
 
 def _input(input: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ before. Its subclasses make the columnwise face in backward: ``input_operands``,
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -34,6 +34,13 @@ from hybridtensor.subclasses.faces import columnwise_face, rowwise_face
 Weight = MasterWeight | HybridTensor
 WEIGHTS = (MasterWeight, HybridTensor)
 QUANTIZED = (HybridTensor, QuantizedTensor, IdentityTensor)  # inputs that have faces already
+
+
+def is_weight(tensor: object) -> TypeGuard[Weight]:
+    """Return whether products with a tensor are quantized: a ``HybridTensor`` without a recipe is an input."""
+    return isinstance(tensor, MasterWeight) or (
+        isinstance(tensor, HybridTensor) and tensor.config is not None
+    )
 
 
 def is_transposed(weight: Weight) -> bool:
