@@ -19,7 +19,7 @@ from saving import through_a_file
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, stack_module_state
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.overrides import TorchFunctionMode
 
 import hybridtensor as ht
@@ -98,6 +98,35 @@ def test_computed_weights(kind, order):
     assert type(layer.weight) is torch.Tensor
     assert torch.equal(out, fresh(X))
     assert not torch.equal(out, nn.functional.linear(X, layer.weight, layer.bias))
+
+
+class HandingOn(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("function", [lambda w: w, torch.clone, lambda w: w.t().t()], ids=["same", "clone", "view"])
+def test_a_parametrization_that_hands_the_weight_on(function, persistent):
+    ours, same = (ht.quantize_(model(), "fp8_delayed", persistent=persistent) for _ in range(2))
+    parametrize.register_parametrization(ours[0], "weight", HandingOn(function))
+    for _ in range(2):
+        outs = [net(X) for net in (ours, same)]
+        assert torch.equal(*outs)
+        for net, out in zip((ours, same), outs, strict=True):
+            net.zero_grad()
+            out.square().sum().backward()
+            ht.step_(net)
+        assert torch.equal(ours[0].parametrizations.weight.original.grad, same[0].weight.grad)
+
+
+def test_a_weight_that_is_a_buffer():
+    ours, same = model("fp8"), model("fp8")
+    weight = ours[0].weight.detach().clone()
+    del ours[0].weight
+    ours[0].register_buffer("weight", weight)
+    assert torch.equal(ours(X), same(X))
 
 
 def test_prune_and_remove():

@@ -298,6 +298,10 @@ def _with_recipe(forward: LayerForward, layer: nn.Module, args: Args, kwargs: Kw
     require_own_weight(layer.__dict__[_RECIPE].state)
     with parametrize.cached():
         weight: Any = layer.weight  # computed now, not while its products are watched
+        if is_weight(weight):  # a parametrization handed it on, or it is a buffer
+            go_by(layer.__dict__[_RECIPE], weight.record, weight.config, layer)
+            weight.is_data = False
+            return forward.run(layer, args, kwargs)
         with _RecipeMode(layer, weight):
             return forward.run(layer, args, kwargs)
 
