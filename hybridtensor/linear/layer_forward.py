@@ -39,7 +39,7 @@ from hybridtensor.linear.tensor_parallel import (
     sharded_linear,
 )
 from hybridtensor.linear.uses import Uses
-from hybridtensor.linear.values import as_master_weight, as_read, as_weight
+from hybridtensor.linear.values import as_master_weight, as_weight, values_of
 from hybridtensor.ops.library import outside_graphs
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState
@@ -290,8 +290,7 @@ def _input(input: Tensor) -> Tensor:
     return input
 
 
-# a graph cannot make a weight's record
-@outside_graphs("the weight of a converted layer is a plain tensor")
+@outside_graphs("the weight of a converted layer is a plain tensor")  # a graph cannot make a weight's record
 def _with_recipe(forward: LayerForward, layer: nn.Module, args: Args, kwargs: Kwargs) -> object:
     """Run a layer's forward while another class's tensor is at its weight."""
     require_plain_autograd()
@@ -300,8 +299,8 @@ def _with_recipe(forward: LayerForward, layer: nn.Module, args: Args, kwargs: Kw
         weight: Any = layer.weight  # computed now, not while its products are watched
         if is_weight(weight):  # a parametrization handed it on, or it is a buffer
             go_by(layer.__dict__[_RECIPE], weight.record, weight.config, layer)
-            weight.is_data = False
-            return forward.run(layer, args, kwargs)
+            with as_weight(weight):
+                return forward.run(layer, args, kwargs)
         with _RecipeMode(layer, weight):
             return forward.run(layer, args, kwargs)
 

@@ -59,13 +59,13 @@ def as_read(weight: Weight, reader: str, in_training: bool = False) -> Tensor:
 
 
 @contextlib.contextmanager
-def as_weight(data: Weight) -> Iterator[None]:
-    """Quantize products of ``weight.data`` while a layer has it, as by ``functional_call``."""
-    data.is_data = False
+def as_weight(weight: Weight) -> Iterator[None]:
+    """Quantize products of a weight, or of ``weight.data``, while a layer has it, as by ``functional_call``."""
+    before, weight.is_data = weight.is_data, False
     try:
         yield
     finally:
-        data.is_data = True
+        weight.is_data = before
 
 
 def as_master_weight(values: Tensor, config: HybridConfig, state: LayerState) -> MasterWeight:
