@@ -290,9 +290,9 @@ def _input(input: Tensor) -> Tensor:
     return input
 
 
-@outside_graphs("the weight of a converted layer is a plain tensor")  # a graph cannot make a weight's record
+@outside_graphs("the weight of a converted layer is a plain tensor")
 def _with_recipe(forward: LayerForward, layer: nn.Module, args: Args, kwargs: Kwargs) -> object:
-    """Run a layer's forward while another class's tensor is at its weight."""
+    """Run a layer's forward while another class's tensor is at its weight: a graph cannot make a weight's record."""
     require_plain_autograd()
     require_own_weight(layer.__dict__[_RECIPE].state)
     with parametrize.cached():
