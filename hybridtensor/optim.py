@@ -162,8 +162,8 @@ class MasterWeights(torch.optim.Optimizer):
 
         Args:
             closure: Computes the loss and its gradients. Where the optimizer evaluates it several
-                times, as LBFGS does, parameters follow their masters each time. Of shards all ranks raise
-                what it raises on one.
+                times, as LBFGS does, parameters follow their masters each time. If parameters are
+                sharded, what it raises on one rank is raised on all.
 
         Raises:
             TypeError: If ``closure`` is not a function.

@@ -297,11 +297,12 @@ class Spec:
 
     def shorter(self) -> Iterator[tuple[str, Spec]]:
         """Yield each modifier and policy, and this spec without it."""
-        for field_name in ("modifiers", "policies"):
-            names: tuple[str, ...] = getattr(self, field_name)
-            for i, name in enumerate(names):
-                kept: dict[str, Any] = {field_name: names[:i] + names[i + 1 :]}
-                yield name, dataclasses.replace(self, **kept)
+        names = self.modifiers
+        for i, name in enumerate(names):
+            yield name, dataclasses.replace(self, modifiers=names[:i] + names[i + 1 :])
+        names = self.policies
+        for i, name in enumerate(names):
+            yield name, dataclasses.replace(self, policies=names[:i] + names[i + 1 :])
 
     def __str__(self) -> str:
         words = self.words[:1] if len(set(self.words)) == 1 else self.words

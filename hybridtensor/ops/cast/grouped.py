@@ -216,7 +216,7 @@ class GroupedCast:
                 column_amax = torch.zeros(self._amaxes[1], dtype=torch.float32, device=x.device)
                 self._measure_held(x, ([], []), (row_amax, column_amax), inputs, plan)
             if inputs[0] is inputs[1] is inputs[2] is None and not inputs[3]:
-                inputs = NO_INPUTS  # most casts: besides amaxes
+                inputs = NO_INPUTS  # most casts need nothing but amaxes
             self._cast(x, (row, column), (row_amax, column_amax), inputs, plan)
         return row, column
 

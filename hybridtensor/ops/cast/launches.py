@@ -235,7 +235,7 @@ class CastLaunch:
         launch.start(matrix, row, column, state, first_row, *self._numbers, *of_several)
 
     def _of_several(self, plan: Address) -> tuple[object, ...]:
-        """Return the arguments that several matrices have besides."""
+        """Return the further arguments of the kernel that casts several matrices."""
         several = self._task.several
         if several is None:
             return ()
