@@ -89,8 +89,12 @@ def _measure_on_a_gpu(x: Tensor, request: str) -> list[Tensor]:
 def _distinct(amaxes: tuple[Tensor, Tensor], request: CastRequest) -> list[Tensor]:
     """Remove amaxes that are not returned; the rest are copies, since an operator's results may not alias."""
     found = [amaxes[face] for face in faces_measured(request)]
-    # Some are one of many zeros that were filled at once.
-    return [amax.clone() if amax._is_view() or index else amax for index, amax in enumerate(found)]
+    # Some are one of many zeros that were filled at once: hooks that offload a saved tensor copy its whole storage, and
+    # the others in it are still to be written. ``_is_view`` would not tell: below autograd, views are not marked.
+    return [
+        amax.clone() if index or amax.untyped_storage().nbytes() > amax.nbytes else amax
+        for index, amax in enumerate(found)
+    ]
 
 
 def faces_measured(request: CastRequest) -> list[int]:
