@@ -20,7 +20,8 @@ from hybridtensor.ops.cast.composed import FaceByFace
 from hybridtensor.ops.cast.definition import reference_cast, tensors_of
 from hybridtensor.ops.cast.kernel import KernelCast, cast_on_gpu
 from hybridtensor.ops.cast.multi_tensor import quantize_all
-from hybridtensor.ops.cast.operator import CastInGraph
+from hybridtensor.ops.cast.operator import CastInGraph, OperatorCast
+from hybridtensor.ops.cast.request import to_measure
 from hybridtensor.ops.dequantize import dequantize_cuda, dequantize_reference
 from hybridtensor.ops.prologue import Gated
 from hybridtensor.ops.references import eden, philox
@@ -286,14 +287,19 @@ def test_matrices_are_cast_one_by_one(device):
 
 
 def test_only_a_face_without_drawn_signs_is_measured_before(device):
+    """Operators measure without random numbers, also where kernels are compiled for batches of other lengths."""
     x = spread_out(128, 256, dtype=torch.bfloat16, device=device)
-    for view in (x, x[:, :128]):
-        for row, column in ((cast_of("nvfp4"), EDEN), (EDEN, cast_of("nvfp4"))):
-            amaxes = cast_on_gpu(view, CastRequest(row, column), inputs_of()).measure(view)
-            assert torch.equal(amaxes[row is EDEN], view.float().abs().amax().view(1))
+    nvfp4, drawn = cast_of("nvfp4"), inputs_of(rounding=rounding_of(device))
+    for view in (x, x[:, :128], x[:100]):
+        for row, column in ((nvfp4, EDEN), (EDEN, nvfp4)):
+            request, expected = CastRequest(row, column), view.float().abs().amax().view(1)
+            assert torch.equal(cast_on_gpu(view, request, drawn).measure(view)[row is EDEN], expected)
+            assert torch.equal(OperatorCast(request).measure(view)[row is EDEN], expected)
+            assert to_measure(request) == (CastRequest(row) if row is nvfp4 else CastRequest(None, column))
     for measure in (lambda cast: cast.measure(x), lambda cast: cast.measure_into(x, torch.zeros(1, device=device))):
         with pytest.raises(ValueError, match=r"measure: .*of which no signs are drawn, are required, got nvfp4_eden"):
-            measure(cast_on_gpu(x, CastRequest(EDEN), inputs_of()))
+            measure(cast_on_gpu(x, CastRequest(EDEN), drawn))
+    assert to_measure(CastRequest(EDEN, EDEN)) is None
 
 
 def test_a_cast_that_draws_nothing_is_an_error(device):

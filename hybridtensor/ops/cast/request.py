@@ -194,10 +194,15 @@ NO_INPUTS = CastInputs()
 
 
 def to_measure(request: CastRequest, given: CastInputs = NO_INPUTS) -> CastRequest | None:
-    """Return the request for the faces of the matrix whose amaxes are not given, or None if none is missing."""
+    """Return the request for the faces of the matrix whose amaxes are not given, or None if none is missing.
+
+    A face whose signs each cast draws has none before, and a measurement draws nothing.
+    """
     row, column = request.row or request.source, request.column if request.source is None else None
     row, column = (
-        cast if cast is not None and cast.measures is not None and amax is None else None
+        None
+        if cast is None or cast.measures is None or cast.format.drawn_signs or amax is not None
+        else cast
         for cast, amax in ((row, given.row_amax), (column, given.column_amax))
     )
     return None if row is column is None else CastRequest(row, column)
