@@ -196,7 +196,8 @@ NO_INPUTS = CastInputs()
 def to_measure(request: CastRequest, given: CastInputs = NO_INPUTS) -> CastRequest | None:
     """Return the request for the faces of the matrix whose amaxes are not given, or None if none is missing.
 
-    A face whose signs each cast draws has none before, and a measurement draws nothing.
+    Faces whose signs each cast draws are left out: their amax is known once these are drawn, and a measurement draws
+    nothing.
     """
     row, column = request.row or request.source, request.column if request.source is None else None
     row, column = (
