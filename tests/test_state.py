@@ -23,6 +23,7 @@ from safetensors.torch import load_model, save_model
 from tiers import examples
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._pytree import tree_leaves
 
 import hybridtensor as ht
@@ -795,6 +796,24 @@ class TestStochasticRounding:
         assert runs[0] == runs[1]
         for name, t in states(whole).items():
             assert torch.equal(states(parts)[name], t)
+
+    @pytest.mark.parametrize("wrapped", ["model", "a layer", "a checkpointed layer"])
+    def test_wrapped_modules_have_the_random_numbers_of_others(self, wrapped):
+        def net():
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)).bfloat16()
+
+        plain, other = ht.quantize_(net(), "nvfp4"), net()
+        if wrapped == "model":
+            other = torch.compile(other, backend="eager")
+        elif wrapped == "a layer":
+            other[2] = torch.compile(other[2], backend="eager")
+        else:
+            other[0] = checkpoint_wrapper(other[0])
+        ht.quantize_(other, "nvfp4")
+        expected = [layer.quantization_state.rounding for layer in (plain[0], plain[2])]
+        found = [m.rounding for name, m in other.named_modules() if name.endswith("quantization_state")]
+        assert torch.stack(found).tolist() == torch.stack(expected).tolist()
 
     @pytest.mark.parametrize("verb", ["ours", "torchao"])
     def test_nothing_is_drawn_where_nothing_rounds_at_random_or_there_is_no_memory(self, verb):

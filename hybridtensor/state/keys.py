@@ -9,6 +9,8 @@ from torch import Tensor
 STATE = "quantization_state"
 """Name of the state in its layer; that of a stack of experts' weights is ``<weight>_<STATE>``."""
 FORMER_NAMES = {"scale": "encode_scale"}  # of buffers, in checkpoints before they had these names
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""What ``torch.compile``, activation checkpointing and FSDP1 call the module that they wrap."""
 
 
 def weight_of_state(name: str) -> str | None:
@@ -32,6 +34,11 @@ def take_former_names(state_dict: dict[str, Tensor], prefix: str) -> None:
     for former, name in FORMER_NAMES.items():
         if f"{prefix}{former}" in state_dict:
             state_dict[f"{prefix}{name}"] = state_dict.pop(f"{prefix}{former}")
+
+
+def key_of_name(name: str) -> int:
+    """Return the key of a layer's random numbers, the same whatever wraps modules of the model."""
+    return hash64(".".join(part for part in name.split(".") if part not in WRAPPERS))
 
 
 def hash64(text: str) -> int:

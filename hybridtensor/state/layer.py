@@ -20,7 +20,7 @@ from hybridtensor.arguments import place, require_choice, require_kind, require_
 from hybridtensor.ops import Hint
 from hybridtensor.ops.amaxes import AmaxRecord, nowhere
 from hybridtensor.state.dry_runs import is_dry_run
-from hybridtensor.state.keys import FORMER_NAMES, has_layer, hash64, take_former_names
+from hybridtensor.state.keys import FORMER_NAMES, has_layer, hash64, key_of_name, take_former_names
 from hybridtensor.state.lineage import NOTHING, Lineage, digest
 from hybridtensor.state.module import StateModule
 from hybridtensor.state.ranks import ALL_RANKS
@@ -75,7 +75,7 @@ class LayerState(StateModule):
         super().__init__()
         self.name = name or ""
         self.parent: str | None = None
-        self._key = None if name is None else hash64(name)
+        self._key = None if name is None else key_of_name(name)
         self.slots: tuple[str, ...] = ()
         self.rules: tuple[DelayedRule, ...] = ()
         self._record: AmaxRecord | None = None
@@ -268,7 +268,7 @@ class LayerState(StateModule):
     def take_name(self, name: str) -> None:
         """Set ``name``, unless there is a name or key already."""
         if not self.name and self._key is None:
-            self.name, self._key = name, hash64(name)
+            self.name, self._key = name, key_of_name(name)
 
     def _allocate(self, device: torch.device) -> None:
         """Allocate the delayed scales: scale 1, no history."""

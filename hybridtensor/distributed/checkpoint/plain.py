@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from hybridtensor.dtensor import local, with_local
+from hybridtensor.state.keys import WRAPPERS
 from hybridtensor.subclasses import (
     FaceTensor,
     HybridTensor,
@@ -34,8 +35,6 @@ StateDict: TypeAlias = dict[str, Any]
 
 FaceTensors: TypeAlias = "Mapping[str, Tensor | FaceTensors]"
 """The plain tensors of a face, or of several, by name."""
-
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def named_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
@@ -60,7 +59,7 @@ def named_buffers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Te
 def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield child modules with the prefix of their names, skipping wrappers."""
     for name, child in module._modules.items():
-        hidden = name in _WRAPPERS or (
+        hidden = name in WRAPPERS or (
             isinstance(module, DistributedDataParallel) and name == "module"
         )
         if child is not None:
