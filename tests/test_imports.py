@@ -29,7 +29,7 @@ SUBCLASS_LAYERS = [
     "common_scale", "quantized_tensor", "identity_tensor", "sharded_face", "faces", "hybrid_tensor",
     "followers", "quantized_when_used", "master_tensor", "quantizing", "operators",
 ]  # fmt: skip
-OPERATOR_LAYERS = ["reads", "matmul", "common", "quantized", "identity", "hybrid", "hybrid_values", "master"]
+OPERATOR_LAYERS = ["reads", "common", "matmul", "quantized", "identity", "hybrid", "hybrid_values", "master"]
 
 
 @functools.cache

@@ -183,3 +183,18 @@ def test_transforms_of_torch_func_are_refused(persistent):
         torch.func.grad(loss)(dict(model.named_parameters()))
     with torch.inference_mode():
         assert model(x).shape == (8, 32)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_products_that_no_layer_sees_are_refused(mode):
+    """They would multiply an input in high precision."""
+    layer = ht.quantize_(nn.Linear(8, 6, dtype=torch.bfloat16), "fp8", persistent=True)
+    x, weight = random_tensor(4, 8), layer.weight.detach()
+    with mode(), torch._C.DisableTorchFunctionSubclass():
+        for multiply in (
+            lambda: torch.mm(x, weight.t()),
+            lambda: torch.addmm(layer.bias.detach(), x, weight.t()),
+            lambda: F.linear(x, weight),
+        ):
+            with pytest.raises(NotImplementedError, match="a product below autograd with the weight of a layer"):
+                multiply()

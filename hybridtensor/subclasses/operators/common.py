@@ -57,15 +57,21 @@ FUNCTIONAL = [
 
 
 def refuse_products(table: OpTable, *funcs: Func) -> None:
-    """Raise for products below autograd, where only one of a layer's three would be quantized."""
+    """Raise for products below autograd with weights of layers."""
 
     @table.register(*funcs)
     def _refuse(func: Func, args: Args, kwargs: Kwargs) -> NoReturn:
-        raise NotImplementedError(
-            f"{func}: a product below autograd with {name_of_weights((args, kwargs))}, where only some of its three "
-            "products could be quantized; call F.linear (the one that takes DTensors), x @ weight.t(), weight @ x, or "
-            "F.grouped_mm for experts, or leave the layer out of quantize_ (keep_bf16)"
-        )
+        raise below_autograd(func, (args, kwargs))
+
+
+def below_autograd(product: object, values: object) -> NotImplementedError:
+    """Return the error of a product that no layer sees, where only one of a layer's three could be quantized, and the
+    input not at all."""
+    return NotImplementedError(
+        f"{product}: a product below autograd with {name_of_weights(values)}, where only some of its three products "
+        "could be quantized; call F.linear (the one that takes DTensors), x @ weight.t(), weight @ x, or F.grouped_mm "
+        "for experts, or leave the layer out of quantize_ (keep_bf16)"
+    )
 
 
 def alias(tensor: Tensor) -> Tensor:

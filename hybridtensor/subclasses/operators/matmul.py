@@ -11,6 +11,7 @@ from hybridtensor.subclasses.hybrid_tensor import HybridTensor
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
+from hybridtensor.subclasses.operators.common import below_autograd
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
 
 aten = torch.ops.aten
@@ -87,20 +88,12 @@ def require_reader(
 
 
 def mm(left: Tensor, right: Tensor, bias: Tensor | None = None, gemm: str = "mm") -> Tensor:
-    """Multiply any mix of tensor classes; raise NotImplementedError for a layer's weight where gradients may be
-    needed."""
+    """Multiply any mix of tensor classes; raise NotImplementedError for a layer's weight."""
     hybrids = [t for t in (left, right) if isinstance(t, HybridTensor)]
     for tensor in hybrids:
         require_reader(gemm, tensor)
-    # ``__torch_dispatch__`` runs below autograd, which has recorded nothing of these tensors: a
-    # gradient of the weight would be missing without an error.
-    weights = [t for t in hybrids if t.config is not None]
-    if weights and torch.is_grad_enabled():
-        raise NotImplementedError(
-            f"{gemm}: autograd does not see this product with {weights[0]!r}, the weight of a layer, as in "
-            "torch.func transforms and DTensors; call F.linear, x @ weight.t() where that is no DTensor, or "
-            "do it in torch.no_grad()"
-        )
+    if any(tensor.config is not None for tensor in hybrids):
+        raise below_autograd(gemm, hybrids)
     return multiply(
         take_face(left, "rowwise", name="the left operand", gemm=gemm),
         take_face(right, "columnwise", name="the right operand", gemm=gemm),
