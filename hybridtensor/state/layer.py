@@ -124,7 +124,7 @@ class LayerState(StateModule):
 
     @property
     def is_empty(self) -> bool:
-        return self.rounding is None and self.encode_scale is None
+        return self._buffers["rounding"] is self._buffers["encode_scale"] is None
 
     @property
     def amax(self) -> Tensor | None:
