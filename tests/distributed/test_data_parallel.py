@@ -174,7 +174,11 @@ def other_inputs_on_another_rank(rank):
 
 
 def siblings_under_ddp(rank):
-    """They share casts, from the second step on if DDP broadcasts scales; bits are those of layers that do not."""
+    """They share casts, from the second step on if DDP broadcasts scales; bits are those of layers that do not.
+
+    Before torch 2.12, version counters count what it writes in each forward, and they do not share casts.
+    """
+    counts = torch.__version__ < "2.12"
     for broadcast in (True, False):
         found = []
         for shared in (True, False):
@@ -188,9 +192,10 @@ def siblings_under_ddp(rank):
                 x = x.requires_grad_().view_as(x)
                 with ht.share_inputs(shared):
                     parallel(x, x).backward()
-                assert (states[0].lineage is None) is (broadcast and seed == 0)
+                assert (states[0].lineage is None) is (broadcast and (seed == 0 or counts))
                 ht.step_(model)
-                assert seed == 0 or (states[0].lineage == states[1].lineage) is shared
+                unknown = seed == 0 or (broadcast and counts)
+                assert unknown or (states[0].lineage == states[1].lineage) is shared
             found.append([*(p.grad for p in model.parameters()), *(b for state in states for b in state.buffers())])
         assert all(map(torch.equal, *found))
 

@@ -69,8 +69,8 @@ def below_autograd(product: object, values: object) -> NotImplementedError:
     input not at all."""
     return NotImplementedError(
         f"{product}: a product below autograd with {name_of_weights(values)}, where only some of its three products "
-        "could be quantized; call the layer (its forward takes DTensors, too), F.linear, x @ weight.t() or weight @ x "
-        "without DTensors, F.grouped_mm for experts, or leave the layer out of quantize_ (keep_bf16)"
+        "could be quantized; call F.linear in the layer's forward (the one that takes DTensors), x @ weight.t(), "
+        "weight @ x, or F.grouped_mm for experts, or leave the layer out of quantize_ (keep_bf16)"
     )
 
 
