@@ -247,7 +247,8 @@ def test_measuring_in_the_graph_changes_no_bit(recipe, edge, device):
 
 
 def test_a_region_of_a_layer_runs_where_it_occurs_once():
-    """It becomes a part of its graph. Of equal ones, and of persistent weights, torch says that it has no rule."""
+    """It becomes a part of its graph. Of equal ones, of persistent weights, and of any before torch 2.13, torch says
+    that it has no rule."""
     torch._dynamo.reset()
     region = torch.compiler.nested_compile_region(lambda layer, x: layer(x))
 
@@ -257,8 +258,9 @@ def test_a_region_of_a_layer_runs_where_it_occurs_once():
 
     x = random_tensor(32, 64, dtype=torch.float32).requires_grad_()
     net = ht.quantize_(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "fp8")
-    assert torch.equal(compiled(x, net[0]), net[0](x))
-    with pytest.raises(Exception, match="no rule registered for HOP invoke_subgraph"):
+    if torch.__version__ >= "2.13":
+        assert torch.equal(compiled(x, net[0]), net[0](x))
+    with pytest.raises(Exception, match=r"no rule registered for HOP invoke_subgraph|Expected FakeTensor"):
         compiled(x, *net)
     with pytest.raises(Exception, match="Expected FakeTensor"):
         compiled(x, *ht.quantize_(nn.Sequential(nn.Linear(64, 64)), "fp8", persistent=True))
