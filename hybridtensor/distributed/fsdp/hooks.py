@@ -19,16 +19,10 @@ from hybridtensor.arguments import require_flag, require_module
 from hybridtensor.distributed.fsdp import common_scale
 from hybridtensor.distributed.fsdp.agreement import reduce_amaxes
 from hybridtensor.distributed.fsdp.group import group_of
-from hybridtensor.distributed.fsdp.plan import (
-    COLUMN,
-    ROW,
-    Plan,
-    check_persistent,
-)
-from hybridtensor.distributed.fsdp.planning import matrix_plan, plan_of
+from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan, check_persistent
+from hybridtensor.distributed.fsdp.planning import plan_of, plan_of_size
 from hybridtensor.distributed.fsdp.sending import HookResult, Sent
 from hybridtensor.distributed.fsdp.shard import Shard, shard_of
-from hybridtensor.distributed.fsdp.stack_plan import stack_plan
 from hybridtensor.distributed.fsdp.torch_compat import MISSING, ShardedParam, all_params, params_of
 from hybridtensor.dtensor import local
 from hybridtensor.ops import Face
@@ -175,11 +169,7 @@ class _FSDPHooks:
         shape, num_ranks = tuple(weight.shape), -(-weight.shape[dim] // size)
         if num_ranks == 1:
             return
-        if len(shape) == 3:
-            plan = stack_plan(weight, weight.recipe, shape, num_ranks, dim)
-        else:
-            plan = matrix_plan(weight, weight.recipe, shape, num_ranks, dim)
-        check_persistent(plan, shape)
+        check_persistent(plan_of_size(weight, weight.recipe, shape, num_ranks, dim), shape)
 
     @staticmethod
     def refresh(

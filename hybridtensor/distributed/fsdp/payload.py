@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.distributed.fsdp.agreement import Place, place_of
-from hybridtensor.distributed.fsdp.plan import DIRECTIONS, ROW, Piece, Plan, pieces
-from hybridtensor.distributed.fsdp.stack_plan import stack_pieces
+from hybridtensor.distributed.fsdp.plan import DIRECTIONS, ROW, Piece, Plan, pieces, stack_pieces
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.distributed.fsdp.torch_compat import alloc_storage, free_storage
 from hybridtensor.ops import CastInputs, Face, PreparedCast, PreparedList
@@ -263,9 +262,3 @@ def _together(
         [one.out for one in chosen],
         [one.inputs for one in chosen],
     )
-
-
-def by_expert(tensor: Tensor) -> Tensor:
-    """Return a tensor of a stack's face as it lies in memory, one row per expert."""
-    count, elements = tensor.shape[0], math.prod(tensor.shape[1:])
-    return tensor.as_strided((count, elements), (elements, 1))

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from hybridtensor.formats import Format
+from hybridtensor.ops.groups import stack_layouts
 from hybridtensor.quantizers import (
     IdentityQuantizer,
     NVFP4Quantizer,
@@ -184,6 +185,17 @@ def pieces(fmt: Format, direction: str, rows: int, columns: int) -> tuple[Piece,
     if fmt.tensor_block is not None and of_tensor is not None and fmt.tensor_block[dim] is not None:
         made.append(Piece(2, of_tensor, torch.float32, dim))
     return tuple(made)
+
+
+def stack_pieces(
+    fmt: Format, direction: str, count: int, matrix: tuple[int, int]
+) -> tuple[Piece, ...]:
+    """Return the tensors of a face of ``count`` experts as they lie in memory, a row for each."""
+    layouts = stack_layouts(fmt, count, *(matrix if direction == ROW else matrix[::-1]))
+    return tuple(
+        Piece(i, (count, math.prod(layout.shape[1:])), layout.dtype, 0)
+        for i, layout in enumerate(layouts)
+    )
 
 
 # Cached for identity, not for speed alone: payloads and exchanges compare plans by ``is``.

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 from torch import Tensor
 
-from hybridtensor.distributed.fsdp.plan import Plan, make_plan
-from hybridtensor.distributed.fsdp.stack_plan import stack_plan
+from hybridtensor.distributed.fsdp.plan import (
+    COLUMN,
+    ROW,
+    Plan,
+    face_plan,
+    make_plan,
+    of_rowwise_plan,
+)
 from hybridtensor.distributed.fsdp.torch_compat import ShardedParam
 from hybridtensor.linear.kinds import is_linear
 from hybridtensor.linear.operands import WEIGHTS, layer_of
 from hybridtensor.linear.stack_forward import recipe_at
+from hybridtensor.quantizers.hybrid import by_direction
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.intercepting import InterceptingTensor
@@ -18,12 +28,10 @@ from hybridtensor.subclasses.owners import go_by
 
 def plan_of(sharded: ShardedParam, config: HybridConfig) -> Plan:
     """Return the plan by which a weight is gathered with a recipe."""
-    size, part = sharded.size, sharded.tensor
-    if len(size) == 3 and isinstance(part, InterceptingTensor):
-        return stack_plan(part, config, size, sharded.num_ranks, sharded.dim)
+    part = sharded.tensor
     others = [type(reader).__name__ for reader in sharded.readers if not is_linear(reader)]
-    reader = others[0] if others and isinstance(sharded.tensor, MasterWeight) else ""
-    return matrix_plan(part, config, size, sharded.num_ranks, sharded.dim, reader)
+    reader = others[0] if others and isinstance(part, MasterWeight) else ""
+    return plan_of_size(part, config, sharded.size, sharded.num_ranks, sharded.dim, reader)
 
 
 def go_by_its_layer(sharded: ShardedParam) -> None:
@@ -49,7 +57,7 @@ def go_by_its_layer(sharded: ShardedParam) -> None:
         )
 
 
-def matrix_plan(
+def plan_of_size(
     weight: Tensor,
     config: HybridConfig,
     size: tuple[int, ...],
@@ -57,8 +65,32 @@ def matrix_plan(
     dim: int,
     reader: str = "",
 ) -> Plan:
-    """Return the plan of a linear weight of ``size`` as stored, sharded along ``dim``."""
-    if isinstance(weight, InterceptingTensor) and weight.is_transposed:
-        return make_plan(config, (size[1], size[0]), num_ranks, dim, reader, turned=True)
+    """Return the plan of a weight of ``size`` as stored, a matrix or a stack of experts', sharded along ``dim``;
+    ``reader`` reads a matrix's values."""
+    turned = isinstance(weight, InterceptingTensor) and weight.is_transposed
+    matrix = (size[-1], size[-2]) if turned else (size[-2], size[-1])
+    if len(size) == 3:
+        return _stack_plan(config, size[0], matrix, num_ranks, dim)
     persistent = isinstance(weight, HybridTensor)
-    return make_plan(config, (size[0], size[1]), num_ranks, dim, reader, persistent=persistent)
+    return make_plan(config, matrix, num_ranks, dim, reader, turned=turned, persistent=persistent)
+
+
+@functools.lru_cache(maxsize=1024)
+def _stack_plan(
+    config: HybridConfig, count: int, matrix: tuple[int, int], num_ranks: int, dim: int
+) -> Plan:
+    """Return the plan of a stack of ``count`` experts ``(N, K)``, sharded along ``dim``: whole experts are sent."""
+    whole, rows = "", -(-count // num_ranks)
+    if dim != 0:
+        whole, rows = f"Shard({dim}): parts of every expert", count
+    elif count % num_ranks:
+        whole = f"{count} experts on {num_ranks} ranks: FSDP2 takes one tensor of the padded shard's shape"
+    row_quantizer, column_quantizer, of_rowwise = by_direction(config.weight)
+    # one rank's plan: no expert shares a scale with another one
+    row = face_plan(row_quantizer, ROW, matrix[0], 1)
+    column = face_plan(column_quantizer, COLUMN, matrix[0], 1)
+    if of_rowwise:
+        column = of_rowwise_plan(row, column, row_quantizer)
+    values = row.kind == column.kind == "values"
+    elements = math.prod(matrix) // (1 if dim == 0 else num_ranks)
+    return Plan(row, column, values, num_ranks, rows, elements, whole, of_rowwise, matrix=matrix)

@@ -9,13 +9,13 @@ Shape letters: ``R`` ranks.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridtensor.distributed.fsdp.payload import by_expert
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Piece, Plan
 from hybridtensor.ops.face import bytewise
 from hybridtensor.ops.transpose import prepare_transpose
@@ -132,7 +132,10 @@ def _transposer(
 
 def _views(plan: Plan, got: Received, whole: Tensor, turned: bool) -> tuple[_View, Tensor]:
     """Return views of the received parts and of the whole tensor, of one shape, in memory order."""
-    whole, ranks = bytewise(whole if plan.matrix is None else by_expert(whole)), plan.num_ranks
+    if plan.matrix is not None:  # as it lies in memory, a row for each expert
+        elements = math.prod(whole.shape[1:])
+        whole = whole.as_strided((whole.shape[0], elements), (elements, 1))
+    whole, ranks = bytewise(whole), plan.num_ranks
     size, piece = whole.itemsize, got.piece
     shape, dim = (piece.shape[::-1], 1 - piece.dim) if piece.by_block else (piece.shape, piece.dim)
     outer, inner = shape  # as a part lies in memory
