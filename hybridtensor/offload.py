@@ -206,7 +206,6 @@ class _Offload:
         self.known: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
 
     # -- forward
-    # ------------------------------------------------------------------------------------------------------
 
     @_not_traced
     def enter(self, block: nn.Module, args: object) -> None:
@@ -276,7 +275,6 @@ class _Offload:
             memory.release()
 
     # -- backward
-    # -----------------------------------------------------------------------------------------------------
 
     @_not_traced
     def unpack(self, saved: Tensor | _Saved) -> Tensor:

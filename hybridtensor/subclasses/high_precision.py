@@ -71,7 +71,6 @@ class HighPrecisionValues:
         return self._follows
 
     # -- others like it
-    # -----------------------------------------------------------------------------------------------
 
     def copied(
         self, copy: Callable[[Tensor], Tensor], view: View, *, same: bool
@@ -128,7 +127,6 @@ class HighPrecisionValues:
         return HighPrecisionValues, (self.original, self._follows and self.original is not None)
 
     # -- optimizers
-    # ---------------------------------------------------------------------------------------------------
 
     def set_master(self, master: Tensor, *, follows: bool, loaded: bool = False) -> None:
         """Let ``master`` hold the values while its optimizer lives, and release the original."""
@@ -162,7 +160,6 @@ class HighPrecisionValues:
         return self._former is not None and self._former() is master
 
     # -- writes
-    # -------------------------------------------------------------------------------------------------------
 
     def mark_quantized(self, values: Tensor, view: View = whole) -> None:
         """Record that the weight, or a view of it, was quantized from new values."""

@@ -110,7 +110,6 @@ class WrapperTensor(Tensor):
         def view(self, *size: object) -> Self: ...
 
     # -- inner tensors and metadata
-    # -----------------------------------------------------------------------------
 
     def parts(self) -> tuple[list[str], Metadata]:
         """Return the names of the inner tensors that are not None, and the metadata."""
@@ -188,7 +187,6 @@ class WrapperTensor(Tensor):
         return self
 
     # -- copying and pickling
-    # -----------------------------------------------------------------------------------
 
     def own_names(self) -> set[str]:
         """Return the attribute names that belong to the class, not to the user."""
@@ -239,7 +237,6 @@ class WrapperTensor(Tensor):
         return new
 
     # -- what a tensor without storage cannot do by inheritance
-    # ---------------------------------------------------
 
     def data_ptr(self) -> int:
         """Return the address of the first inner tensor."""

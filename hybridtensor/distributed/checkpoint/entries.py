@@ -103,7 +103,6 @@ class Entries:
         return next(found, None)
 
     # -- saving
-    # -------------------------------------------------------------------------------------------------------
 
     def collect(self, *, faces: bool) -> StateDict:
         """Return the state dict of every entry; ``faces=False`` omits faces that can be requantized from a saved
@@ -137,7 +136,6 @@ class Entries:
         )
 
     # -- loading
-    # ------------------------------------------------------------------------------------------------------
 
     def differences(self, manifest: Manifest) -> list[str]:
         """Return a text for each weight whose recipe in a checkpoint is not that of the model."""

@@ -61,7 +61,6 @@ class ShardedParam(NamedTuple):
     param: FSDPParam
 
     # -- what it is
-    # ---------------------------------------------------------------------------------------------------
 
     @property
     def tensor(self) -> Tensor:
@@ -163,7 +162,6 @@ class ShardedParam(NamedTuple):
         return self.param.offload_to_cpu
 
     # -- what happens to it
-    # -------------------------------------------------------------------------------------------
 
     def wants(self) -> tuple[bool, bool]:
         """Return whether the gather that is being prepared needs the rowwise face, and the columnwise one.
