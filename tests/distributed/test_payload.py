@@ -28,9 +28,9 @@ def noted():
     """Note what payloads are made of in between."""
     made = []
 
-    def note(share, tensor, part, **options):
+    def note(share, tensor, shard, **options):
         made.append(share.sending.names)
-        return fill(share, tensor, part, **options)
+        return fill(share, tensor, shard, **options)
 
     with (
         mock.patch("hybridtensor.distributed.fsdp.bundle.fill", note),

@@ -1,4 +1,5 @@
-"""Collectives before a gather: comparing recipes once, and one MAX all-reduce of amaxes per step for a whole root."""
+"""Collectives before a gather: comparing recipes once, one MAX all-reduce of amaxes per step for a whole root, and the
+common scales that several weights have."""
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor import ops
-from hybridtensor.distributed.fsdp import common_scale
 from hybridtensor.distributed.fsdp.plan import Plan
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.formats import FP8_E4M3_ROW, FP8_E4M3_TENSOR
@@ -22,10 +22,11 @@ from hybridtensor.ops import Cast, CastRequest
 from hybridtensor.ops.references.blocks import block_amax
 from hybridtensor.ranks import require_alike
 from hybridtensor.subclasses import MasterWeight
+from hybridtensor.subclasses.common_scale import CommonScale, by_scale
+from hybridtensor.subclasses.intercepting import InterceptingTensor
 
 if TYPE_CHECKING:
     from hybridtensor.distributed.fsdp.shard import Shard
-    from hybridtensor.subclasses.common_scale import CommonScale
 
 Measure = Callable[[Tensor, Tensor], object]
 """Writes the amaxes of the first tensor into the second one, which holds zeros."""
@@ -83,15 +84,11 @@ def reduce_written(shard: Shard, mine: MasterWeight) -> None:
         and one.sharded.process_group is group
         and not (uneven and one.common is not common)
     ]
-    written = [common_scale.Written(one, part, part.source) for one, part in found]
-    reducing = [
-        (one, made.values)
-        for (one, _), made in zip(found, written, strict=True)
-        if one.plan.reduce is not None
-    ]
+    written = [(one, part, part.source) for one, part in found]
+    reducing = [(one, values) for one, _, values in written if one.plan.reduce is not None]
     if reducing:
         reduce_amaxes(reducing)
-    common_scale.update_scales(written)
+    update_common_scales(written)
     for one, part in found:
         one.reduced = one.written(part)
 
@@ -108,6 +105,35 @@ def _with_scale(common: CommonScale, shard: Shard) -> list[tuple[Shard, MasterWe
     return known
 
 
+def update_common_scales(written: Sequence[tuple[Shard, InterceptingTensor, Tensor]]) -> None:
+    """Update common scales on every rank from local shards and the high-precision values that these are quantized
+    from; all-reduce those whose weights' amaxes are not reduced already."""
+    for scale, members in by_scale(written, lambda one: one[1]):
+        order_of(scale).wait_for_last_use(members[0][2])
+        known = [s.amaxes for s, _, _ in members if s.plan.reduce in ("tensor", "column")]
+        if len(known) == len(members):
+            scale.set_amaxes([amaxes.max() for amaxes in known if amaxes is not None])
+            continue
+        scale.measure([values for _, _, values in members])
+        sharded = members[0][0].sharded
+        if sharded.num_ranks > 1 and scale.amax is not None:
+            dist.all_reduce(scale.amax, dist.ReduceOp.MAX, group=sharded.process_group)
+
+
+def common_scale_of(tensor: object) -> CommonScale | None:
+    """Return the common scale that a weight has with others, or None."""
+    layer = tensor.record.layer if isinstance(tensor, InterceptingTensor) else None
+    return getattr(layer, "common", None)
+
+
+def order_of(scale: CommonScale) -> StreamOrder:
+    """Return the order of the streams that use a common scale."""
+    if scale.order is None:
+        scale.order = StreamOrder()
+    order: StreamOrder = scale.order
+    return order
+
+
 class Exchange:
     """One buffer of amaxes for several shards, and the prepared casts that fill it."""
 
@@ -115,10 +141,8 @@ class Exchange:
         self._shards, self._plans = shards, [shard.plan for shard in shards]
         sizes = [math.prod(plan.amaxes) for plan in self._plans]
         begins = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
-        self._all, self._order = (
-            torch.zeros(begins[-1], dtype=torch.float32, device=shards[0].sharded.device),
-            StreamOrder(),
-        )
+        self._all = torch.zeros(begins[-1], dtype=torch.float32, device=shards[0].sharded.device)
+        self._order = StreamOrder()
         self._parts = [
             self._all[begin : begin + size] for begin, size in zip(begins[:-1], sizes, strict=True)
         ]
@@ -184,16 +208,10 @@ def _prepared(plan: Plan, rank: int, values: Tensor) -> Measure:
 
 
 def _measure_blocks(plan: Plan, rank: int, values: Tensor, out: Tensor) -> None:
-    out.copy_(_of_blocks(plan, rank, values).view(-1))
-
-
-def _of_blocks(plan: Plan, rank: int, values: Tensor) -> Tensor:
-    """Return the amaxes of this rank's square blocks, fp32 of shape ``plan.amaxes``, with 0 for other ranks' blocks."""
+    """Write the amaxes of this rank's square blocks, where they are among those of all ranks."""
     before, after = around(plan, rank)
     mine = block_amax(F.pad(values, (0, 0, before, after)), (plan.block, plan.block))
-    amaxes = mine.new_zeros(plan.amaxes)
-    amaxes.narrow(0, rank * plan.rows // plan.block, len(mine)).copy_(mine)
-    return amaxes
+    out.view(plan.amaxes).narrow(0, rank * plan.rows // plan.block, len(mine)).copy_(mine)
 
 
 def around(plan: Plan, rank: int) -> tuple[int, int]:

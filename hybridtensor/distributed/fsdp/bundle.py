@@ -18,7 +18,7 @@ from hybridtensor.distributed.fsdp.payload import (
     WeightPayload,
 )
 from hybridtensor.distributed.fsdp.plan import ROW
-from hybridtensor.distributed.fsdp.sending import HookResult, Sent, fill, gathered_state
+from hybridtensor.distributed.fsdp.sending import HookMetadata, HookResult, fill, gathered_state
 from hybridtensor.distributed.fsdp.shard import Shard
 from hybridtensor.distributed.fsdp.torch_compat import free_storage
 from hybridtensor.distributed.fsdp.unpack import Copies, Received
@@ -57,8 +57,8 @@ class PreparedGather:
         self.results: list[HookResult] = []
         for index, (shard, asked) in enumerate(zip(shards, wanted, strict=True)):
             sends = index == bundle.sender
-            about = Sent(asked, bundle, index, sends or index == len(shards) - 1)
-            self.results.append((sent if sends else nothing, (shard, about)))
+            metadata = HookMetadata(asked, bundle, index, sends or index == len(shards) - 1)
+            self.results.append((sent if sends else nothing, (shard, metadata)))
         self._copies: Copies | None = None
         self._of: tuple[object, ...] = ()
 
@@ -89,10 +89,10 @@ class PreparedGather:
                 index = slot.weight
                 plan, tensors = self._shards[index].plan, faces[index].tensors
                 copies.add_face(plan, got, tensors, self._wanted[index])
-        for share, of_weight, names, wanted in zip(
+        for of_weight, gathered, names, wanted in zip(
             self._payload.weights, faces, self._names, self._wanted, strict=True
         ):
-            of_weight.add_alike(copies, share, names, wanted)
+            gathered.add_alike(copies, of_weight.alike, names, wanted)
         return copies
 
 
@@ -161,30 +161,32 @@ class Bundle:
             self._quantize(payload, range(len(parts)), parts, caches=False)
         elif caches and payload.generation != generation:
             pairs = zip(self._shards, payload.weights, strict=True)
-            old = [i for i, (shard, share) in enumerate(pairs) if share.seen is not shard.seen]
+            old = [
+                i for i, (shard, of_weight) in enumerate(pairs) if of_weight.seen is not shard.seen
+            ]
             self._quantize(payload, old, parts, caches=True)
             payload.generation = generation
         gather: PreparedGather = payload.gathers[self]
         self._shards[self.sender].sharded.gather_into(gather.buffers)
         return None if comes_later else gather.results
 
-    def send(self, place: int, tensor: Weight) -> HookResult:
+    def send(self, index: int, tensor: Weight) -> HookResult:
         """Quantize a copy of one local shard, and return its ``fsdp_pre_all_gather`` result."""
         payload: Any = self._payload
-        shard = self._shards[place]
+        shard = self._shards[index]
         shard.order_amaxes()
-        fill(payload.weights[place], tensor, shard.part)
-        result: HookResult = payload.gathers[self].results[place]
+        fill(payload.weights[index], tensor, shard)
+        result: HookResult = payload.gathers[self].results[index]
         return result
 
     # -- after the gather
 
-    def receive(self, place: int, outputs: tuple[Tensor, ...]) -> None:
+    def receive(self, index: int, outputs: tuple[Tensor, ...]) -> None:
         """Record one received weight; the last one unpacks the faces of all."""
-        if place == self.sender:
+        if index == self.sender:
             self._received = outputs
         payload = self._payload
-        if place == len(self._shards) - 1 and payload is not None:
+        if index == len(self._shards) - 1 and payload is not None:
             gather = payload.gathers[self]
             with torch.no_grad():
                 gather.unpack(self._received)
@@ -242,15 +244,15 @@ class Bundle:
         """Quantize some weights into the payload."""
         order, casts, values = None, [], []
         for index in chosen:
-            shard, share, part = self._shards[index], payload.weights[index], parts[index]
+            shard, of_weight, part = self._shards[index], payload.weights[index], parts[index]
             common = getattr(part.record.layer, "common", None)
             if common is not None or shard.order is not order:
                 shard.order_amaxes()  # of all that are reduced together
                 order = shard.order
             if not caches or not isinstance(part, MasterWeight):
-                fill(share, part, shard.part)
+                fill(of_weight, part, shard)
                 continue
-            cast = self._payload_cast(shard, share, part)
+            cast = self._payload_cast(shard, of_weight, part)
             if cast is not None:
                 casts.append(cast)
                 values.append(part.plain)
@@ -263,17 +265,17 @@ class Bundle:
                 payload.weights[index].seen = self._shards[index].seen
 
     def _payload_cast(
-        self, shard: Shard, share: WeightPayload, part: MasterWeight
+        self, shard: Shard, of_weight: WeightPayload, part: MasterWeight
     ) -> PayloadCast | None:
         """Return the cast of a weight into its cached payload, for one launch of several; None if it ran already."""
         state, plain = gathered_state(part), part.plain
         others = shard.amaxes, *(() if state is None else (*state[:3], state.common_amax))
-        cast = share.cached_cast(plain, others)
+        cast = of_weight.cached_cast(plain, others)
         if cast is None:
-            cast = fill(share, part, shard.part, runs=False)
-            share.cache_cast(cast, plain, others)
+            cast = fill(of_weight, part, shard, runs=False)
+            of_weight.cache_cast(cast, plain, others)
         # Weak, and watched: a cached payload must not keep the memory of a weight that was
         # replaced, and is dropped together with it.
-        if share.source is None or share.source() is not plain:
-            share.source = weakref.ref(plain, self._group.forget)
+        if of_weight.source is None or of_weight.source() is not plain:
+            of_weight.source = weakref.ref(plain, self._group.forget)
         return cast

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 
-from hybridtensor.distributed.fsdp.payload import WeightPayload
 from hybridtensor.distributed.fsdp.plan import COLUMN, DIRECTIONS, ROW, Plan
 from hybridtensor.distributed.fsdp.torch_compat import free_storage
 from hybridtensor.distributed.fsdp.unpack import Copies
@@ -113,18 +112,18 @@ class GatheredFaces:
     def add_alike(
         self,
         copies: Copies,
-        share: WeightPayload,
+        alike: dict[tuple[str, int], Tensor],
         names: tuple[str, ...],
         wanted: tuple[bool, bool],
     ) -> None:
         """Add copies of the tensors that are equal on all shards; both faces share one if they are transposes."""
-        for (direction, index), alike in share.alike.items():
+        for (direction, index), tensor in alike.items():
             if direction in names:
                 targets = [direction]
                 if direction == ROW and self._plan.transposed:
                     targets = [d for d, asked in zip(DIRECTIONS, wanted, strict=True) if asked]
                 for target in targets:
-                    copies.add(self.tensors[target][index], alike)
+                    copies.add(self.tensors[target][index], tensor)
 
     def of(self, direction: str) -> list[Tensor]:
         return self.tensors[self._names[direction]]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridtensor.distributed.fsdp.bundle import Bundle
 from hybridtensor.distributed.fsdp.payload import Payload
-from hybridtensor.distributed.fsdp.sending import HookResult, Sent
+from hybridtensor.distributed.fsdp.sending import HookMetadata, HookResult
 from hybridtensor.distributed.fsdp.shard import Shard, shard_of
 from hybridtensor.distributed.fsdp.torch_compat import ShardedParam
 from hybridtensor.linear.operands import Weight
@@ -70,7 +70,7 @@ class Gather:
             bundle, number = place
             return bundle.send(number, tensor)
         shard = self._shards[index]
-        return (shard.send_whole(tensor),), (shard, Sent(self._wanted[index]))
+        return (shard.send_whole(tensor),), (shard, HookMetadata(self._wanted[index]))
 
 
 class WeightGroup:
@@ -151,7 +151,7 @@ class WeightGroup:
     def forget(self, dead: weakref.ref[Tensor]) -> None:
         """Drop cached payloads of local shards that no longer exist: the model was moved or reloaded."""
         for shards, payload in list(self.payloads.items()):
-            if any(share.source is dead for share in payload.weights):
+            if any(of_weight.source is dead for of_weight in payload.weights):
                 self.payloads.pop(shards, None)
 
 

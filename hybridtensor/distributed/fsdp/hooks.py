@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from hybridtensor.arguments import require_flag, require_module
-from hybridtensor.distributed.fsdp import common_scale
-from hybridtensor.distributed.fsdp.agreement import reduce_amaxes
+from hybridtensor.distributed.fsdp.agreement import reduce_amaxes, update_common_scales
 from hybridtensor.distributed.fsdp.group import group_of
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan, check_persistent
 from hybridtensor.distributed.fsdp.planning import plan_of, plan_of_size
-from hybridtensor.distributed.fsdp.sending import HookResult, Sent
+from hybridtensor.distributed.fsdp.sending import HookMetadata, HookResult
 from hybridtensor.distributed.fsdp.shard import Shard, shard_of
 from hybridtensor.distributed.fsdp.torch_compat import MISSING, ShardedParam, all_params, params_of
 from hybridtensor.dtensor import local
@@ -150,16 +149,16 @@ class _FSDPHooks:
     def post_all_gather(
         tensor: Any,
         outputs: tuple[Tensor, ...],
-        metadata: tuple[Shard, Sent],
+        metadata: tuple[Shard, HookMetadata],
         dtype: torch.dtype,
         out: Any,
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the gathered weight, and the tensors whose storage FSDP2 manages."""
-        shard, sent = metadata
+        shard, of_weight = metadata
         # Under tensor parallelism FSDP2 wraps what the first call returned into a DTensor, and
         # passes that one from the second call on.
         gathered = None if out is None else local(out)
-        return shard.receive(tensor, outputs, sent, dtype, gathered)
+        return shard.receive(tensor, outputs, of_weight, dtype, gathered)
 
     @staticmethod
     def check_shards(weight: InterceptingTensor, size: int, dim: int) -> None:
@@ -197,21 +196,18 @@ InterceptingTensor.fsdp_hooks = _FSDPHooks()
 def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
     """Quantize values into local shards of persistent weights; every rank passes the same weights."""
     waiting = [(shard, values) for shard, values in pairs if shard.plan.reduce is not None]
-    written = [common_scale.Written(shard, shard.sharded.tensor, values) for shard, values in pairs]
+    parts: list[Any] = [
+        shard.sharded.tensor for shard, _ in pairs
+    ]  # as ``shard_of_part`` found them
     # In the order of the weights, which is the same on all ranks: collectives have to match. Weights on different
     # meshes cannot share one.
     for group in dict.fromkeys(shard.sharded.process_group for shard, _ in waiting):
         reduce_amaxes(
             [(shard, values) for shard, values in waiting if shard.sharded.process_group is group]
         )
-    common_scale.update_scales(written)
-    for shard, values in pairs:
-        part = shard.sharded.tensor
-        if not isinstance(part, HybridTensor):
-            raise TypeError(
-                f"MasterWeights.step: FSDP2 holds {type(part).__name__} where a persistent weight "
-                "was; call fully_shard after quantize_"
-            )
+    written = [(shard, part, values) for (shard, values), part in zip(pairs, parts, strict=True)]
+    update_common_scales(written)
+    for shard, part, values in written:
         columnwise = part.columnwise is not None
         made, first = shard.part(values, part.state).faces(rowwise=True, columnwise=columnwise)
         turned = part.detach().transpose(-2, -1) if part.is_transposed else part

@@ -214,7 +214,7 @@ class Payload:
             )
             for i, sending in enumerate(sendings)
         ]
-        alike = [tensor for share in self.weights for tensor in share.alike.values()]
+        alike = [tensor for each in self.weights for tensor in each.alike.values()]
         self._all = [self._bytes, *alike]
 
     def sent(self, stretches: Iterable[Stretch]) -> tuple[Tensor, ...]:

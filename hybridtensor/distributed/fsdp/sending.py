@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from hybridtensor.distributed.fsdp.payload import PayloadCast, WeightPayload
 from hybridtensor.distributed.fsdp.plan import COLUMN, DIRECTIONS, ROW, Plan
-from hybridtensor.distributed.fsdp.scales import Part
 from hybridtensor.linear.operands import Weight
 from hybridtensor.state import LayerState, StateTensors
 from hybridtensor.subclasses import HybridTensor, MasterWeight
@@ -20,17 +18,24 @@ if TYPE_CHECKING:
     from hybridtensor.distributed.fsdp.shard import Shard
 
 
-class Sent(NamedTuple):
-    """What ``pre_all_gather`` passes to ``post_all_gather``."""
+class HookMetadata(NamedTuple):
+    """What ``pre_all_gather`` passes to ``post_all_gather`` of a weight.
+
+    Attributes:
+        wanted: Whether the rowwise face is wanted, and the columnwise one.
+        bundle: The weights whose bytes are sent together, or None if the weight is sent alone, in high precision.
+        number: Number of the weight in the bundle.
+        has_work: Whether it sends the bundle's bytes, or is the last one, at which all have arrived.
+    """
 
     wanted: tuple[bool, bool]
     bundle: Bundle | None = None
-    place: int = 0
+    number: int = 0
     has_work: bool = False
 
 
-HookResult: TypeAlias = "tuple[tuple[Tensor, ...], tuple[Shard, Sent]]"
-"""What the first hook returns: the tensors that this rank sends, and for the second hook the shard and what is sent."""
+HookResult: TypeAlias = "tuple[tuple[Tensor, ...], tuple[Shard, HookMetadata]]"
+"""What the first hook returns: the tensors that this rank sends, and for the second hook the shard and metadata."""
 
 
 def whole_values(tensor: Weight, dtype: torch.dtype, padded_size: tuple[int, ...]) -> Tensor:
@@ -46,18 +51,14 @@ def whole_values(tensor: Weight, dtype: torch.dtype, padded_size: tuple[int, ...
 
 
 def fill(
-    share: WeightPayload,
-    tensor: Weight,
-    part_of: Callable[[Tensor, StateTensors | None], Part],
-    *,
-    runs: bool = True,
+    payload: WeightPayload, tensor: Weight, shard: Shard, *, runs: bool = True
 ) -> PayloadCast | None:
-    """Quantize the local shard into the payload; with ``runs=False`` return a single prepared cast instead of
-    running it."""
-    names, dtype = share.sending.names, share.sending.dtype
+    """Quantize the local shard, or a copy of it, into the payload; with ``runs=False`` return a single prepared cast
+    instead of running it."""
+    plan, names, dtype = payload.sending
     if "values" in names:
-        target = share.tensors["values"][0]
-        target.copy_(_values(tensor, share.sending.plan, dtype).reshape(target.shape))
+        target = payload.tensors["values"][0]
+        target.copy_(_values(tensor, plan, dtype).reshape(target.shape))
     rowwise, columnwise = (direction in names for direction in DIRECTIONS)
     if not rowwise and not columnwise:
         return None
@@ -67,8 +68,8 @@ def fill(
         first = 0
     else:
         values = tensor.source
-        part = part_of(values, gathered_state(tensor))
-        out = [target for name in DIRECTIONS for target in share.tensors.get(name, [])]
+        part = shard.part(values, gathered_state(tensor))
+        out = [target for name in DIRECTIONS for target in payload.tensors.get(name, [])]
         prepared = part.prepare_into(out, rowwise=rowwise, columnwise=columnwise)
         if prepared is not None:
             cast = PayloadCast(*prepared, out)
@@ -81,7 +82,7 @@ def fill(
         made, first = part.faces(rowwise=rowwise, columnwise=columnwise)
     for direction, face in zip(DIRECTIONS, made, strict=True):
         if face is not None and not face.follows_rowwise and direction in names:
-            share.fill(direction, face, first, tensor.shape[0])
+            payload.fill(direction, face, first, tensor.shape[0])
     return None
 
 

@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
-from hybridtensor.distributed.fsdp import common_scale
-from hybridtensor.distributed.fsdp.agreement import Exchange, check_recipes, reduce_written
+from hybridtensor.distributed.fsdp.agreement import (
+    Exchange,
+    check_recipes,
+    common_scale_of,
+    order_of,
+    reduce_written,
+)
 from hybridtensor.distributed.fsdp.gathered_faces import GatheredFaces, uncounted_writes
 from hybridtensor.distributed.fsdp.plan import COLUMN, ROW, Plan, check_persistent
 from hybridtensor.distributed.fsdp.planning import go_by_its_layer, plan_of
 from hybridtensor.distributed.fsdp.scales import Part
 from hybridtensor.distributed.fsdp.sending import (
+    HookMetadata,
     HookResult,
-    Sent,
     gathered_state,
     whole_values,
 )
@@ -36,9 +41,6 @@ if TYPE_CHECKING:
 
 class Shard:
     """A weight that FSDP2 shards: its plan, amaxes and gathered faces.
-
-    Args:
-        sharded: The parameter as FSDP2 holds it.
 
     Attributes:
         sharded: The parameter as FSDP2 holds it.
@@ -102,12 +104,12 @@ class Shard:
         """Return whether quantizing the local shard needs amaxes of other ranks or weights."""
         if not isinstance(tensor, MasterWeight):
             return False
-        return self.plan.reduce is not None or common_scale.of_weight(tensor) is not None
+        return self.plan.reduce is not None or common_scale_of(tensor) is not None
 
     @property
     def common(self) -> CommonScale | None:
         """The common scale of this weight, or None."""
-        return common_scale.of_weight(self.sharded.tensor)
+        return common_scale_of(self.sharded.tensor)
 
     def written(self, part: MasterWeight) -> tuple[object, ...]:
         """Return a key that changes with every counted in-place write, not with aliases, in which ranks may differ."""
@@ -197,7 +199,7 @@ class Shard:
             self.order.wait_for_last_use(self.amaxes)
         common = self.common
         if common is not None and common.amax is not None:
-            common_scale.order_of(common).wait_for_last_use(common.amax)
+            order_of(common).wait_for_last_use(common.amax)
 
     def part(self, values: Tensor, state: StateTensors | None) -> Part:
         """Return the local shard with all that it is quantized by."""
@@ -234,7 +236,7 @@ class Shard:
         self,
         tensor: Weight,
         outputs: tuple[Tensor, ...],
-        sent: Sent,
+        metadata: HookMetadata,
         dtype: torch.dtype,
         out: HybridTensor | None,
     ) -> tuple[HybridTensor, list[Tensor]]:
@@ -243,20 +245,18 @@ class Shard:
         if out is None or faces is None or self._made_for != (self.plan, dtype):
             faces, out = self._start(tensor, dtype, out)
             # FSDP2 allocates what it knew before the gather
-            for one in faces.needed(*sent.wanted):
+            for one in faces.needed(*metadata.wanted):
                 alloc_storage(one)
-            self.sharded.free_on_reshard(faces.needed(*sent.wanted))
+            self.sharded.free_on_reshard(faces.needed(*metadata.wanted))
         out.config, record, own = self.config, out.record, tensor.record
         record.layer, record.first = own.layer, own.first
-        needed = faces.needed(*sent.wanted)
-        if sent.bundle is not None:
-            # Two of a bundle have something to do: the one that sends the bytes of all, and the
-            # last one, at which all have arrived.
-            if sent.has_work:
-                sent.bundle.receive(sent.place, outputs)
+        needed = faces.needed(*metadata.wanted)
+        if metadata.bundle is not None:
+            if metadata.has_work:
+                metadata.bundle.receive(metadata.number, outputs)
             return out, needed
         with uncounted_writes(needed):
-            self._fill_from_values(faces, tensor, outputs[0], sent.wanted)
+            self._fill_from_values(faces, tensor, outputs[0], metadata.wanted)
         self.sharded.gather_into([])
         return out, needed
 

@@ -261,11 +261,7 @@ def _parameters(state: FSDPState) -> Iterator[ShardedParam]:
 
 def params_of(module: nn.Module) -> list[ShardedParam]:
     """Return the parameters of ``module`` itself that FSDP2 holds."""
-    found = []
-    for sharded in all_params():
-        if any(reader is module for reader in sharded.readers):
-            found.append(sharded)
-    return found
+    return [s for s in all_params() if any(reader is module for reader in s.readers)]
 
 
 def all_params() -> Iterator[ShardedParam]:
