@@ -240,7 +240,7 @@ def test_memory_of_amaxes_does_not_grow():
     model = Attention("fp8_delayed")
     for seed in range(30):
         trained(model, [seed % 4])
-    assert max(len(layer.quantization_state._record._spare) for layer in model.layers) <= 12
+    assert max(len(layer.quantization_state.record._spare) for layer in model.layers) <= 12
 
 
 @contextlib.contextmanager

@@ -46,6 +46,7 @@ class LayerState(StateModule):
         amax_history: Buffer fp32 ``[S, L]``, the amaxes of past steps, the newest last. A history
             shorter than the longest uses the last entries; the first entry of each is always free.
         layout: Buffer int64 ``[1]``, a hash of slots and rules, by which a checkpoint says what it holds.
+        record: The record of the step's amaxes; None without delayed scales.
         recording: Whether amaxes are recorded; see ``without_recording``.
         unrecorded: Whether a backward ran since the last step and recorded nothing.
         recorded: Whether a backward ran since the last step and recorded its amaxes.
@@ -78,7 +79,7 @@ class LayerState(StateModule):
         self._key = None if name is None else key_of_name(name)
         self.slots: tuple[str, ...] = ()
         self.rules: tuple[DelayedRule, ...] = ()
-        self._record: AmaxRecord | None = None
+        self.record: AmaxRecord | None = None
         self.recording = True
         self.unrecorded = self.recorded = self.multiplied = self.replayed = False
         self.common: CommonAmax | None = None
@@ -133,12 +134,6 @@ class LayerState(StateModule):
         return None if self.record is None else self.record.amax
 
     @property
-    def record(self) -> AmaxRecord | None:
-        """The record of amaxes; None without delayed scales."""
-        found: AmaxRecord | None = self.__dict__["_record"]
-        return found
-
-    @property
     def amax_address(self) -> Tensor | None:
         """int64 ``[1]``, by which compiled graphs record amaxes; None without delayed scales."""
         record = self.record
@@ -170,8 +165,8 @@ class LayerState(StateModule):
         """Record that a backward of the layer ran."""
         own = self.__dict__  # Module.__setattr__ would look through parameters and buffers first
         own["recorded" if recorded else "unrecorded"] = True
-        if recorded and own["_record"] is not None:  # a recipe that was set since may have none
-            own["_record"].is_used = True
+        if recorded and own["record"] is not None:  # a recipe that was set since may have none
+            own["record"].is_used = True
 
     def tensors(self) -> StateTensors:
         """Return the state's tensors for quantizers."""
@@ -190,7 +185,7 @@ class LayerState(StateModule):
             and common is None
         ):
             return known
-        record: AmaxRecord | None = own["_record"] if own["recording"] else None
+        record: AmaxRecord | None = own["record"] if own["recording"] else None
         made = own["_tensors"] = StateTensors(
             rounding,
             encode_scale,
@@ -273,13 +268,13 @@ class LayerState(StateModule):
     def _allocate(self, device: torch.device) -> None:
         """Allocate the delayed scales: scale 1, no history."""
         if not self.slots:
-            self.encode_scale = self.amax_history = self._record = self.layout = None
+            self.encode_scale = self.amax_history = self.record = self.layout = None
             return
         length = max(rule.history_length for rule in self.rules)
         count, fp32 = len(self.slots), torch.float32  # whatever the default is
         self.encode_scale = torch.ones(count, dtype=fp32, device=device)
         self.amax_history = torch.zeros(count, length, dtype=fp32, device=device)
-        self._record = AmaxRecord(count, self.encode_scale.device)
+        self.record = AmaxRecord(count, self.encode_scale.device)
         self.layout = torch.tensor([self._layout()], device=device)
         self.set_lineage(NOTHING)
 
@@ -306,7 +301,7 @@ class LayerState(StateModule):
         """Copy everything but the ranks, which are shared, and the hints."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        others = ("ranks", "hints", "_record", "_lineage", "_tensors")
+        others = ("ranks", "hints", "record", "_lineage", "_tensors")
         own = {name: value for name, value in self.__dict__.items() if name not in others}
         new.__dict__.update(
             copy.deepcopy(own, memo), ranks=self.ranks, hints={}, _lineage=Lineage()
@@ -317,11 +312,11 @@ class LayerState(StateModule):
 
     def _take_record(self, amax: Tensor | None, device: torch.device | None = None) -> None:
         """Record amaxes in new memory that starts with the given ones."""
-        self._record = None
+        self.record = None
         if amax is not None:
-            self._record = AmaxRecord(len(amax), amax.device if device is None else device)
+            self.record = AmaxRecord(len(amax), amax.device if device is None else device)
             if not amax.is_meta:
-                self._record.total.copy_(amax)
+                self.record.total.copy_(amax)
 
     def _move_others(self, fn: Callable[[Tensor], Tensor]) -> None:
         """See ``StateModule._move_others``: moves the record of amaxes."""
@@ -333,7 +328,7 @@ class LayerState(StateModule):
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state without what belongs to this process: ranks, hints, amax records."""
-        others = ("ranks", "_record", "_lineage", "_tensors")
+        others = ("ranks", "record", "_lineage", "_tensors")
         own = {name: v for name, v in self.__dict__.items() if name not in others}
         # As numbers: a spawned process opens a tensor's memory later, when a copy would be gone.
         amax = self.amax if self.amax is None or self.amax.is_meta else self.amax.tolist()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -18,7 +21,6 @@ from hybridtensor.state.layer import LayerState
 from hybridtensor.state.ranks import TrainingRanks
 from hybridtensor.state.recording import require_finite, require_recorded
 from hybridtensor.state.rules import in_words, required
-from hybridtensor.state.stages import pipeline_size
 from hybridtensor.state.step_amaxes import (
     drop_amaxes,
     find_siblings,
@@ -247,7 +249,7 @@ def _groups(model: nn.Module, states: list[LayerState], ranks: TrainingRanks) ->
     if not (dist.is_available() and dist.is_initialized()):
         return []
     groups = [group for group in ranks.groups if dist.get_world_size(group) > 1]
-    size = None if ranks.named or not groups else pipeline_size(model)
+    size = None if ranks.named or not groups else _pipeline_size(model)
     if size is None:
         return groups
     if states and size < dist.get_world_size():
@@ -256,6 +258,30 @@ def _groups(model: nn.Module, states: list[LayerState], ranks: TrainingRanks) ->
             "no mesh says which of them train a stage together; call set_mesh_(stage, mesh) first"
         )
     return []
+
+
+_PIPELINING = "torch.distributed.pipelining.stage"
+_known: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
+
+
+def _pipeline_size(model: nn.Module) -> int | None:
+    """Return the size of the pipeline whose stage a model is, or None, looked up at the first step."""
+    # No module knows that a ``PipelineStage`` runs it, so that this is looked up from torch's side.
+    if _PIPELINING not in sys.modules:
+        return None
+    if model not in _known:
+        kind = sys.modules[_PIPELINING]._PipelineStageBase  # private: that of traced stages, too
+        # By type: isinstance asks every object for ``__class__``, which proxies answer by running code.
+        stages = (known for known in gc.get_objects() if issubclass(type(known), kind))
+        _known[model] = next((s.group_size for s in stages if _overlap(model, s.submod)), None)
+    return _known[model]
+
+
+def _overlap(model: nn.Module, stage: nn.Module) -> bool:
+    """Return whether one of two modules is, or contains, the other."""
+    return any(part is model for part in stage.modules()) or any(
+        part is stage for part in model.modules()
+    )
 
 
 def _check_same_scales(model: nn.Module, states: list[LayerState], group: Group) -> bool:
