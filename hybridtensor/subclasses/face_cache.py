@@ -201,12 +201,13 @@ class FaceCache:
         self.awaits_column = False
         forwards, last = self._forwards, self._last_forwards
         is_over = last > 1 and forwards <= last <= self._backwards
-        if policy == "never" or (policy == "auto" and (is_over or not self._is_reused)):
-            if policy == "auto" and self._forwards + self._evaluated < self._expected:
-                views = self._views
-                for place, view in list(views.items()):
-                    views[place] = view._replace(column=None)
-                return
+        if policy == "always" or (policy == "auto" and self._is_reused and not is_over):
+            return
+        if policy == "auto" and self._forwards + self._evaluated < self._expected:
+            views = self._views
+            for place, view in list(views.items()):
+                views[place] = view._replace(column=None)
+        else:
             self._views = {}
 
     def clear(self) -> None:

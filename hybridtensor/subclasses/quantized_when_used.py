@@ -206,9 +206,8 @@ class QuantizedWhenUsed(InterceptingTensor):
         outlast, outlast_step = self.record.face_cache.lifetime(self.config.keep_faces)
         both = backward_follows and outlast
         lasting = outlast_step if columnwise else not trained or outlast
-        unmeasured = (
-            amax_record is not None and cached.amax_record is None
-        )  # it was made for evaluation
+        # A face that was made for evaluation
+        unmeasured = amax_record is not None and cached.amax_record is None
         row, column = cached.row, cached.column
         if lasting or observers:  # not only products read the faces
             row, column = _of_elements(row), _of_elements(column)
