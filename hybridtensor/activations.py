@@ -130,7 +130,7 @@ class _SwiGLU(Function):
         gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
         if readers is None:
             return forward_op(gate, up, False)[0]
-        if readers.scale_by_amax:
+        if readers.plan.scales_by_amax:
             return readers.cast(*forward_op(gate, up, True))
         return readers.cast_computed(gate, Gated(tokens(up)))
 
@@ -221,7 +221,7 @@ class _RMSNorm(Function):
         ctx: _NormCtx, x: Tensor, weight: Tensor, eps: float, readers: Readers | None
     ) -> Tensor:
         matrix = tokens(x)
-        if readers is None or readers.scale_by_amax:
+        if readers is None or readers.plan.scales_by_amax:
             y, factor, *amax = norm.rms_norm(matrix, weight, eps, readers is not None)
             out: Tensor = with_shape(y, x.shape)
             if readers is not None:

@@ -141,7 +141,8 @@ def quantized_linear(
     of_bias = bias is not None and bias.requires_grad
     needs = Needs(input.requires_grad, weight.requires_grad, of_bias) if grad else _NO_GRADIENTS
     training = needs.input or needs.weight or needs.bias
-    state = (of_weight := weight.context).state
+    of_weight = weight.context
+    state = of_weight.state
     if training and state is not None and state.step_amax is not None:
         before = input.record.amaxes if isinstance(input, HybridTensor) else None
         of_graph = isinstance(before, ReturnedAmaxes)

@@ -35,11 +35,6 @@ class Readers(NamedTuple):
     context: Context
     read_by: ReadBy
 
-    @property
-    def scale_by_amax(self) -> bool:
-        """Whether faces are scaled by the tensor's amax, which the producer can measure."""
-        return self.plan.scales_by_amax
-
     def cast(self, y: Tensor, amax: Tensor) -> HybridTensor:
         """Quantize a tensor ``[..., K]`` whose amax is known."""
         return self._cast(y, self.plan.inputs(tokens(y), self.context, (amax, amax)))

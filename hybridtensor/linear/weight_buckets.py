@@ -146,7 +146,7 @@ class _Jobs:
         if known is None:
             plan = cast_plan(quantizer, rowwise, columnwise, dtype, context, device)
             measuring = measuring_plan(quantizer, dtype, context, device) if rowwise else None
-            suits = (each is None or each.suits_lists for each in (plan, measuring))
+            suits = (each is None or each.request.suits_lists for each in (plan, measuring))
             known = self._plans[key] = (plan, measuring) if all(suits) else (None, None)
         return known
 
@@ -281,9 +281,8 @@ def bucket_of(weight: MasterWeight) -> WeightBucket | None:
 def bucket_weights(model: nn.Module) -> list[WeightBucket]:
     """Put neighbouring weights of one recipe, dtype and device into buckets, and return these."""
     members: list[list[tuple[nn.Module, str]]] = []
-    open_ones: dict[
-        object, tuple[int, int]
-    ] = {}  # index and elements, by what the weights have in common
+    # Index and elements, by what the weights have in common
+    open_ones: dict[object, tuple[int, int]] = {}
     for layer in model.modules():
         for name in layer._parameters:
             weight = _weight_of(layer, name)

@@ -34,15 +34,7 @@ from hybridtensor.subclasses.observing import for_products_of_weight
 class MasterOperand(Operand):
     """A weight in high precision whose columnwise face is cached or quantized in backward."""
 
-    __slots__ = (
-        "_config",
-        "_context",
-        "_dtype",
-        "_forward",
-        "_record",
-        "_seen",
-        "_weight",
-    )
+    __slots__ = ("_config", "_context", "_dtype", "_forward", "_record", "_seen", "_weight")
 
     def __init__(
         self,
@@ -251,15 +243,13 @@ def weight_operand(
         traced = not context.direct and is_traced()
         if traced and weight.config.keep_faces != "always":
             return TracedMaster(weight, needs, dtype, state)
-        recording = None
-        if state is not None and state.step_amax is not None and any(needs):
-            recording = state if _is_delayed(state.slots) else None
+        amax, record = None, None
+        if state is not None and any(needs) and _is_delayed(state.slots):
+            amax, record = state.amax, state.step_amax
         if traced:
-            amax = None if recording is None else recording.amax
             return Operand(
                 *weight.faces(rowwise=True, columnwise=needs.input, dtype=dtype, amax_record=amax)
             )
-        record = None if recording is None else recording.step_amax
         record = record if isinstance(record, AmaxRecord) else None
         return MasterOperand(weight, needs, dtype, record, of_weight)
     gathered, quantizer = weight.is_gathered, weight.recipe.weight

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from hybridtensor.arguments import require_choice, require_flag, require_int, shown
 from hybridtensor.formats import Format, get_format, work_out
 from hybridtensor.ops import Cast
-from hybridtensor.quantizers.base import (
-    OneFormatQuantizer,
-)
+from hybridtensor.quantizers.base import OneFormatQuantizer
 from hybridtensor.state import Context, DelayedRule
 
 
