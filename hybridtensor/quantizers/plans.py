@@ -43,7 +43,6 @@ class CastPlan:
         run_request: The same, as values where products read these at once and the device does not multiply elements.
         needs: Inputs of the cast besides the matrix.
         measured: Whether the rowwise and the columnwise face are scaled by amaxes that one pass over the matrix finds.
-        suits_lists: Whether matrices of a list can be cast so: from themselves, by amaxes of what is not rotated.
     """
 
     def __init__(self, request: CastRequest, context: Context, device: torch.device) -> None:
@@ -52,7 +51,6 @@ class CastPlan:
         self.needs = _Needs(request)
         row, column = request.row, request.column if request.source is None else None
         self.measured = _is_measured(row), _is_measured(column)
-        self.suits_lists = request.suits_lists
         self._whole: set[object] = set()  # extents that are whole blocks
 
     def run(self, x: Tensor, context: Context) -> Faces:
