@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtensor.kernels.groups import AMAX, AMAX_ROW, GIVEN, Matrix, MeasureConstants
+from hybridtensor.kernels.groups import AMAX, AMAX_ROW, GIVEN, Matrix
 from hybridtensor.ops.cache import Cache
 from hybridtensor.ops.cast.composed import (
     casts_transpose,
@@ -24,7 +24,6 @@ from hybridtensor.ops.cast.planning import Planning
 from hybridtensor.ops.cast.request import NO_INPUTS, CastInputs, CastRequest, check_draws
 from hybridtensor.ops.cast.tiles import (
     MEASURED,
-    PER_ROW,
     KernelFace,
     Tiling,
     converts_to_fp8,
@@ -152,10 +151,7 @@ class GroupedCast:
         row, column = faces
         m, k = key.shape[-2:]
         rows = m if key.tokens else count * m
-        self._amaxes = (
-            rows if row.kind in PER_ROW else count,
-            count * k if column.kind in PER_ROW else count,
-        )
+        self._amaxes = rows if row.per_row else count, count * k if column.per_row else count
         self._task = task = _task(key, faces, of_rowwise=source is not None)
         # Blocks of rows that only pad are not written
         self._clears = key.tokens and request.row is not None and row.side > 1
@@ -175,7 +171,7 @@ class GroupedCast:
         passes = int(self._measurement is not None)
         self._measure_held = None
         if source is not None and measured[1]:
-            held = AMAX_ROW if column.kind in PER_ROW else AMAX
+            held = AMAX_ROW if column.per_row else AMAX
             self._measure_held = CastLaunch(
                 task,
                 column=column.as_amax(held),
@@ -272,8 +268,8 @@ def _task(key: _Key, faces: tuple[KernelFace, KernelFace], *, of_rowwise: bool) 
         tiling = tiling._replace(number=tiling.number * count)
     outputs = _outputs(key)
     apart = [
-        1 if faces[0].kind not in PER_ROW else 0 if key.tokens else m,
-        1 if faces[1].kind not in PER_ROW else k,
+        1 if not faces[0].per_row else 0 if key.tokens else m,
+        1 if not faces[1].per_row else k,
     ]
     sizes = [output.sizes(each) for output, each in zip(outputs, apart, strict=True)]
     return KernelTask(
@@ -306,12 +302,8 @@ class _Measurement:
     def __init__(
         self, task: KernelTask, wanted: tuple[bool, bool], amaxes: tuple[int, int]
     ) -> None:
-        of_rows = [face.kind in PER_ROW for face in task.faces]
-        plain = [
-            not per_row and not face.rotated
-            for per_row, face in zip(of_rows, task.faces, strict=True)
-        ]
-        shared = all(wanted) and all(plain)
+        row, column = task.faces
+        shared = all(wanted) and row.takes_amax_of_tensor and column.takes_amax_of_tensor
         # Whose amaxes nobody reads has none.
         self._sizes = [size if asked else 0 for size, asked in zip(amaxes, wanted, strict=True)]
         self._one = shared or not all(wanted)
@@ -320,20 +312,14 @@ class _Measurement:
         if several is None:
             raise ValueError("quantize_groups: several matrices are required, got one")
         self._matrix, self._several = task.matrix, several
-        self._streams = [face.stream for face in task.faces]
-        row, column = (
-            MeasureConstants(wanted=asked, per_row=per_row, rotated=face.rotated)
-            for asked, per_row, face in zip(
-                (wanted[0], wanted[1] and not shared), of_rows, task.faces, strict=True
-            )
-        )
+        self._streams = row.stream, column.stream
         self._launch = Launch(
             "grouped_quantize",
             "grouped_measure_kernel",
             task.tiling.number,
             options=task.tiling.options,
-            ROW=row,
-            COLUMN=column,
+            ROW=row.measurement(wanted[0]),
+            COLUMN=column.measurement(wanted[1] and not shared),
             TILE=task.tiling.constants,
             HW=converts_to_fp8(task.device),
             FOLLOWED=overlaps_kernels(task.device),

@@ -38,7 +38,7 @@ from hybridtensor.ops.cast.request import (
     check_inputs,
     check_rules,
 )
-from hybridtensor.ops.cast.tiles import MEASURED, PER_ROW, KernelFace, Tiling, computed, tile_of
+from hybridtensor.ops.cast.tiles import MEASURED, KernelFace, Tiling, computed, tile_of
 from hybridtensor.ops.face import Face
 from hybridtensor.ops.kernel_library import ALIGNMENT, is_current, on_device
 from hybridtensor.ops.library import is_captured
@@ -311,8 +311,7 @@ class KernelCast(PreparedCast):
     def _held_measurement(self, *, reverse: bool) -> CastLaunch:
         """Return the launch that measures the columnwise face's amaxes from the dequantized rowwise face."""
         column = self.task.faces[1]
-        kind = AMAX_ROW if column.kind in PER_ROW else AMAX
-        face = column.as_amax(kind)
+        face = column.as_amax(AMAX_ROW if column.per_row else AMAX)
         if not self.by_largest:
             return CastLaunch(self.task, column=face, store=False, reverse=reverse)
         tiling, vector = self.task.tiling, self.task.tiling.constants.V * self.task.dtype.itemsize
@@ -349,7 +348,7 @@ class KernelCast(PreparedCast):
         if inputs.column_amax is not None:
             column_amax = inputs.column_amax
         if self.measure_held is not None:
-            size = self.key.shape[1] if self.task.faces[1].kind in PER_ROW else 1
+            size = self.key.shape[1] if self.task.faces[1].per_row else 1
             column_amax = torch.zeros(size, dtype=torch.float32, device=x.device)
             seen, of_it = x, inputs
             if self.by_largest:

@@ -13,17 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hybridtensor.kernels.groups import GIVEN, Address, Matrix, MeasureConstants, Output, State
+from hybridtensor.kernels.groups import GIVEN, Address, Matrix, Output, State
 from hybridtensor.ops.cast.prepared import Faces
 from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest
-from hybridtensor.ops.cast.tiles import (
-    MEASURED,
-    PER_ROW,
-    KernelFace,
-    Tiling,
-    converts_to_fp8,
-    tile_of,
-)
+from hybridtensor.ops.cast.tiles import MEASURED, KernelFace, Tiling, converts_to_fp8, tile_of
 from hybridtensor.ops.face import Face, FaceKind, TensorLayout, numeric_layouts
 from hybridtensor.ops.kernel_library import Launch, lasting, on_device
 
@@ -152,18 +145,17 @@ class AmaxBuffer:
 
     def __init__(self, request: CastRequest, shapes: Sequence[tuple[int, int]]) -> None:
         faces = KernelFace.of(request.row), KernelFace.of(request.column)
-        per_row = [face.kind in PER_ROW for face in faces]
-        self.is_shared = all(
-            face.kind in MEASURED and not face.rotated for face in faces
-        ) and not any(per_row)
-        sizes = [(m if per_row[0] else 1, k if per_row[1] else 1) for m, k in shapes]
+        self.is_shared = all(f.kind in MEASURED and f.takes_amax_of_tensor for f in faces)
+        row, column = faces
+        sizes = [(m if row.per_row else 1, k if column.per_row else 1) for m, k in shapes]
         rooms = [-(-size // _AMAXES) * _AMAXES for pair in sizes for size in pair]
         ends = list(itertools.accumulate(rooms, initial=0))
         self.starts, self.size = list(zip(ends[:-1:2], ends[1::2], strict=True)), ends[-1]
         self.places: list[tuple[Place, Place]] = []
         for (of_row, of_column), (rows, columns) in zip(self.starts, sizes, strict=True):
-            row = (rows,), (1,), of_row
-            self.places.append((row, row if self.is_shared else ((columns,), (1,), of_column)))
+            first = (rows,), (1,), of_row
+            second = first if self.is_shared else ((columns,), (1,), of_column)
+            self.places.append((first, second))
 
 
 class ListMeasurement(List):
@@ -172,24 +164,19 @@ class ListMeasurement(List):
     def __init__(self, xs: Sequence[Tensor], request: CastRequest, distances: Distances) -> None:
         super().__init__(xs, request, distances)
         self._amaxes = amaxes = AmaxBuffer(request, self.shapes)
-        wanted = [face.kind in MEASURED for face in self.faces]
-        wanted[1] = wanted[1] and not amaxes.is_shared
         # Of a face a measurement only reads the last entry, where its amaxes are.
         of_rows, of_columns = (
             [[0] * 5 + [at] for at in each] for each in zip(*amaxes.starts, strict=True)
         )
         self.upload(distances, of_rows, of_columns, xs[0].device)
-        row, column = (
-            MeasureConstants(wanted=asked, per_row=face.kind in PER_ROW, rotated=face.rotated)
-            for asked, face in zip(wanted, self.faces, strict=True)
-        )
+        row, column = self.faces
         self._launch = Launch(
             "multi_tensor",
             "multi_tensor_measure_kernel",
             sum(self.tiles),
             options=self.options,
-            ROW=row,
-            COLUMN=column,
+            ROW=row.measurement(row.kind in MEASURED),
+            COLUMN=column.measurement(column.kind in MEASURED and not amaxes.is_shared),
             **self.constants,
         )
 

@@ -7,14 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
-from hybridtensor.kernels.groups import Matrix, MeasureConstants
-from hybridtensor.ops.cast.tiles import (
-    PER_ROW,
-    KernelFace,
-    Tiling,
-    converts_to_fp8,
-    overlaps_kernels,
-)
+from hybridtensor.kernels.groups import Matrix
+from hybridtensor.ops.cast.tiles import KernelFace, Tiling, converts_to_fp8, overlaps_kernels
 from hybridtensor.ops.kernel_library import Launch, lasting
 from hybridtensor.ops.library import is_captured
 from hybridtensor.ops.prologue import Prologue, as_argument
@@ -35,14 +29,11 @@ class Measurement:
     ) -> None:
         row, column = faces
         _, stride_m, stride_k, m, k = matrix
-        of_rows = row.kind in PER_ROW, column.kind in PER_ROW
-        self._sizes = m if of_rows[0] else 1, k if of_rows[1] else 1
-        plain = [
-            not per_row and not face.rotated for per_row, face in zip(of_rows, faces, strict=True)
-        ]
-        shared = all(wanted) and all(plain)
+        self._sizes = m if row.per_row else 1, k if column.per_row else 1
+        of_tensor = [face.takes_amax_of_tensor for face in faces]
+        shared = all(wanted) and all(of_tensor)
         contiguous = stride_k == 1 and stride_m == k and not tiling.constants.prologue
-        self._flat = contiguous and all(p for p, w in zip(plain, wanted, strict=True) if w)
+        self._flat = contiguous and all(p for p, w in zip(of_tensor, wanted, strict=True) if w)
         self._one = self._flat or shared
         self._matrix, self._size = matrix, m * k
         self._streams = row.stream, column.stream
@@ -60,19 +51,13 @@ class Measurement:
                 FOLLOWED=followed,
             )
             return
-        first, second = (
-            MeasureConstants(wanted=asked, per_row=per_row, rotated=face.rotated)
-            for asked, per_row, face in zip(
-                (wanted[0], wanted[1] and not shared), of_rows, faces, strict=True
-            )
-        )
         self._launch = Launch(
             "measure",
             "measure_kernel",
             tiling.number,
             options=tiling.options,
-            ROW=first,
-            COLUMN=second,
+            ROW=row.measurement(wanted[0]),
+            COLUMN=column.measurement(wanted[1] and not shared),
             TILE=tiling.constants,
             HW=converts_to_fp8(device),
             FOLLOWED=followed,

@@ -26,12 +26,12 @@ from hybridtensor.kernels.groups import (
     TENSOR,
     FaceConstants,
     Matrix,
+    MeasureConstants,
     TileConstants,
 )
 from hybridtensor.ops.cast.request import Cast
 
 MEASURED = (TENSOR, ROW, EDEN, NVFP4, NVFP4_ROW)
-PER_ROW = (ROW, NVFP4_ROW)
 _FP32_MAX = torch.finfo(torch.float32).max
 _FP4 = {MXFP4, EDEN, NVFP4, NVFP4_ROW}
 _RULES = {
@@ -98,6 +98,21 @@ class KernelFace(NamedTuple):
     def draws_signs(self) -> bool:
         """Whether values are rotated under drawn signs, and scales rounded at random in place of elements."""
         return self.rotated == DRAWN
+
+    @property
+    def per_row(self) -> bool:
+        """Whether each row has an amax."""
+        return self.kind in (ROW, NVFP4_ROW)
+
+    @property
+    def takes_amax_of_tensor(self) -> bool:
+        """Whether a measurement finds the amax of the tensor, which serves both faces: none per row, or of rotated
+        values."""
+        return not self.per_row and not self.rotated
+
+    def measurement(self, wanted: bool) -> MeasureConstants:
+        """Return the compile-time constants of a measurement; ``wanted`` is whether amaxes of this face are."""
+        return MeasureConstants(wanted=wanted, per_row=self.per_row, rotated=self.rotated)
 
     def as_amax(self, kind: int) -> KernelFace:
         """Return the face with which a launch measures the amaxes and casts nothing."""
