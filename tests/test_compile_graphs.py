@@ -205,12 +205,12 @@ def test_what_has_one_scale_is_measured_by_operations_that_can_be_fused(recipe):
             of_x = row or source, None if source else column
             amaxes = dict(zip(of_x, (*node.args[6:8], None, None)[:2], strict=True))
             amaxes.pop(None, None)
-            whole = {cast for cast in amaxes if cast.measures is False}
+            whole = {cast for cast in amaxes if cast.amax_per == "tensor"}
             if node in made:
-                plain = not any(cast.format.hadamard or cast.measures for cast in amaxes)
+                plain = not any(cast.format.hadamard or cast.amax_per == "row" for cast in amaxes)
                 expected = whole if plain else set()
             else:
-                expected = {cast for cast in amaxes if cast.measures is not None}
+                expected = {cast for cast in amaxes if cast.amax_per is not None}
             assert {cast for cast, amax in amaxes.items() if amax is not None} == expected
     assert graphs.count("forward", torch.ops.hybridtensor.measure.default) == (0 if recipe == "mxfp8" else 3)
     assert not graphs.count("backward", torch.ops.hybridtensor.measure.default)

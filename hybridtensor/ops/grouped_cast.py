@@ -71,9 +71,9 @@ def _check_amaxes(x: Tensor, groups: Groups, request: CastRequest, inputs: CastI
     for cast, amax, axis in given:
         if amax is None:
             continue
-        per_row = None if cast is None else cast.measures
-        size = None if groups.ends is not None or per_row is None else x.shape[0]
-        if size is not None and per_row:
+        per = None if cast is None else cast.amax_per
+        size = None if groups.ends is not None or per is None else x.shape[0]
+        if size is not None and per == "row":
             size *= x.shape[1 + axis]
         if size is None or tuple(amax.shape) != (size,):
             raise ValueError(

@@ -212,9 +212,9 @@ def _measured_by_the_graph(matrix: Tensor, request: CastRequest, context: Contex
     if rows <= 1 or any(amax is not None for amax in context.amaxes):
         return context
     of_matrix = (request.row or request.source, request.column if request.source is None else None)
-    measures = [cast is not None and cast.measures is not None for cast in of_matrix]
+    measures = [cast is not None and cast.amax_per is not None for cast in of_matrix]
     per_row_or_rotated = any(
-        cast is not None and (cast.measures or cast.format.hadamard) for cast in of_matrix
+        cast is not None and (cast.amax_per == "row" or cast.format.hadamard) for cast in of_matrix
     )
     if per_row_or_rotated or not any(measures):
         return context
@@ -267,7 +267,7 @@ def measured_in_backward(context: Context, quantizer: Quantizer) -> Context:
 
 def _reads_once(cast: Cast) -> bool:
     """Return whether a cast reads the matrix once: it measures nothing, or relies on the last scale."""
-    by_last = cast.pow2_scale and cast.measures is False
+    by_last = cast.pow2_scale and cast.amax_per == "tensor"
     return cast.slot >= 0 or by_last or cast.format.scale_dtype == torch.float8_e8m0fnu
 
 
@@ -284,18 +284,18 @@ class _Needs:
         self.row_of_tensor = _is_of_tensor(request.row or request.source)
         self.column_of_tensor = request.source is None and _is_of_tensor(request.column)
         first = request.row or request.column
-        self.hint = first is not None and first.pow2_scale and first.measures is False
+        self.hint = first is not None and first.pow2_scale and first.amax_per == "tensor"
         self.state = self.draws or self.delayed or self.hint
 
 
 def _is_measured(cast: Cast | None) -> bool:
     """Return whether a cast scales by amaxes of the matrix itself, without rotation."""
-    return cast is not None and cast.measures is not None and not cast.format.hadamard
+    return cast is not None and cast.amax_per is not None and not cast.format.hadamard
 
 
 def _is_of_tensor(cast: Cast | None) -> bool:
     """Return whether a cast scales by the amax of the tensor itself, without rotation."""
-    return cast is not None and cast.measures is False and not cast.format.hadamard
+    return cast is not None and cast.amax_per == "tensor" and not cast.format.hadamard
 
 
 def _check_matrix(matrix: Tensor, request: CastRequest, context: Context) -> None:

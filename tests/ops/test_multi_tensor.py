@@ -74,8 +74,8 @@ def inputs_of(request, x, index, amaxes):
         amax_record=torch.zeros(8, device=device) if any(c.slot >= 0 for c in asked) else None,
         rounding=torch.tensor([-12345678912345 + index, 7], device=device),
         first_row=3 * index,
-        row_amax=amaxes[0] if row is not None and row.measures is not None else None,
-        column_amax=amaxes[1] if column is not None and column.measures is not None else None,
+        row_amax=amaxes[0] if row is not None and row.amax_per is not None else None,
+        column_amax=amaxes[1] if column is not None and column.amax_per is not None else None,
     )
 
 
@@ -100,7 +100,7 @@ def same(face, other):
 
 def check(xs, request):
     """Compare with the definitions, bit for bit: amaxes, faces, and what is recorded."""
-    measured = [cast for cast in request[:2] if cast is not None and cast.measures is not None]
+    measured = [cast for cast in request[:2] if cast is not None and cast.amax_per is not None]
     amaxes = [(None, None)] * len(xs)
     with np.errstate(all="ignore"):
         if measured:
@@ -178,7 +178,7 @@ def test_into_tensors_that_stay(by_kernels, cast, way, given):
     if by_kernels == "cpu" and not given and way != "both":
         xs = [xs[0], xs[3]]  # in the interpreter
     outs, _ = rooms(xs, request)
-    measures = any(c is not None and c.measures is not None for c in request[:2])
+    measures = any(c is not None and c.amax_per is not None for c in request[:2])
     if given and (not measures or cast.format.hadamard):
         pytest.skip("nobody gives an amax: it is not measured, or of what is rotated")
     amaxes = measure_all(xs, request) if given else [(None, None)] * len(xs)
@@ -240,7 +240,7 @@ def test_inputs_of_other_kinds_are_refused(by_kernels):
 @pytest.mark.filterwarnings("ignore:divide by zero")  # numpy, in Triton's interpreter
 def test_the_operator_of_graphs_takes_amaxes_or_measures(name, amaxes, by_kernels):
     xs, request = matrices(by_kernels), CastRequest(cast_of(name), cast_of(name))
-    measures = request.row.measures is not None
+    measures = request.row.amax_per is not None
     rows, columns = [], []
     if measures and amaxes != "none":
         pairs = measure_all(xs, request)
@@ -289,7 +289,7 @@ def test_one_place_of_a_graph_casts_the_weights_of_equal_blocks(name, by_kernels
             written = list_operator.amaxes_written(shapes, request)
             (measured,) = written.empty(xs[0].device)
             measure(xs, measured, str(request))
-            if amaxes != "none" and request.row.measures is not None:
+            if amaxes != "none" and request.row.amax_per is not None:
                 views = written.views([measured])
                 if amaxes == "apart":  # at the same addresses in each call, as far apart as chance has it
                     kept = apart.setdefault(id(xs), [[torch.ones_like(view) for view in of] for of in views])
@@ -349,10 +349,10 @@ def test_the_operators_of_graphs_cast_faces_of_any_two_formats(row, by_kernels, 
         if column.stream >= 0:
             continue
         request, rows, columns = CastRequest(row, column), [], []
-        if row.measures is not None or column.measures is not None:
+        if row.amax_per is not None or column.amax_per is not None:
             operators = operator.OperatorCast(request)
             rows, columns = map(list, zip(*map(operators.measure, xs), strict=True))
-            rows, columns = rows if row.measures is not None else [], columns if column.measures is not None else []
+            rows, columns = rows if row.amax_per is not None else [], columns if column.amax_per is not None else []
             together = list_operator.measured(xs, operators._measured)
             for i, amaxes in enumerate(zip(*(each for each in (rows, columns) if each), strict=True)):
                 of_matrix = together[i * len(together) // 2 : (i + 1) * len(together) // 2]

@@ -281,7 +281,7 @@ def test_known_amaxes_of_any_number_of_rows(column, run, device):
     for rows, source in itertools.product((1, 17), (CASTS[0], CASTS[3])):
         x = random_tensor(rows, FEATURES, device=device)
         amax, missing = 2 * known(x, source), -rows % 128
-        whole_amax = F.pad(amax, (0, missing)) if source.measures else amax
+        whole_amax = F.pad(amax, (0, missing)) if source.amax_per == "row" else amax
         whole = F.pad(x, (0, 0, 0, missing))
         got = run(x, column=column, source=source, row_amax=amax)
         expected = run(whole, column=column, source=source, row_amax=whole_amax)
@@ -353,12 +353,12 @@ def test_layouts(cast, run, device):
         check(run, view, row=cast, column=cast.for_columnwise())
 
 
-MEASURED = [cast for cast in CASTS if cast.measures is not None and not cast.format.hadamard and cast.stream < 0]
+MEASURED = [cast for cast in CASTS if cast.amax_per is not None and not cast.format.hadamard and cast.stream < 0]
 
 
 def known(x, cast, transposed=False):
     """Return the amaxes that a face of ``x`` is scaled by."""
-    return block_amax(x.t() if transposed else x, (1 if cast.measures else None, None)).view(-1)
+    return block_amax(x.t() if transposed else x, (1 if cast.amax_per == "row" else None, None)).view(-1)
 
 
 @pytest.mark.parametrize(("row", "column", "aligned"), covered(MEASURED, MEASURED, [True, False]), ids=str)
@@ -366,7 +366,7 @@ def test_a_part_gets_the_scales_of_the_whole(row, column, aligned, run, device):
     """Oracle: the same rows of the whole, quantized."""
     x = random_tensor(96, 64, device=device, dtype=torch.float32) * torch.arange(96, device=device)[:, None]
     part = x[32:64]
-    row_amax, column_amax = known(part if row.measures else x, row), known(x, column, True)
+    row_amax, column_amax = known(part if row.amax_per == "row" else x, row), known(x, column, True)
     if not aligned:
         row_amax, column_amax = (torch.cat([a[:1], a])[1:] for a in (row_amax, column_amax))
     got = run(part, row=row, column=column, row_amax=row_amax, column_amax=column_amax)
@@ -383,7 +383,7 @@ def third(tensor, dim):
 @pytest.mark.parametrize(("column", "source"), in_turn(MEASURED, [CASTS[0], CASTS[5]]), ids=str)
 def test_known_amaxes_of_what_the_rowwise_face_holds(source, column, run, device):
     x = random_tensor(64, 128, device=device)
-    row_amax = known(x, source) * 4 if source.measures is not None else None
+    row_amax = known(x, source) * 4 if source.amax_per is not None else None
     values = [*quantize(x, row=source, row_amax=row_amax), None][:3]
     values = dequantize_reference(*values, source.format.name, x.dtype)
     column_amax = known(values, column, True) * 2
@@ -409,7 +409,7 @@ def test_what_is_stored_transposed_is_not_copied(cast, run, device, monkeypatch)
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, expected, strict=True))
 
 
-PER_TENSOR = [cast for cast in CASTS if cast.measures is False and not cast.format.hadamard]
+PER_TENSOR = [cast for cast in CASTS if cast.amax_per == "tensor" and not cast.format.hadamard]
 VALUES = [cast.for_values() for cast in PER_TENSOR if cast.format.values is not None][:2]
 
 

@@ -102,5 +102,6 @@ def casts_transpose(x: Tensor, request: CastRequest, inputs: CastInputs = NO_INP
     # Amaxes of rows, of which the largest is that of the tensor, belong to rows of the matrix.
     given = zip(request[:2], (inputs.row_amax, inputs.column_amax), strict=True)
     return not any(
-        cast and not cast.measures and amax is not None and amax.numel() > 1 for cast, amax in given
+        cast and cast.amax_per != "row" and amax is not None and amax.numel() > 1
+        for cast, amax in given
     )

@@ -67,7 +67,7 @@ class ReferenceCast(PreparedCast):
 
 def _amax_block(cast: Cast | None) -> tuple[int | None, None]:
     """Return the block of one amax: a row, or everything."""
-    return (1 if cast is not None and cast.measures else None, None)
+    return (1 if cast is not None and cast.amax_per == "row" else None, None)
 
 
 reference_cast = functools.lru_cache(maxsize=1024)(ReferenceCast)
@@ -120,7 +120,7 @@ def _with_zero_rows(
 ) -> tuple[Tensor, CastInputs]:
     """Return the matrix with ``count`` rows of zeros below, and what is known of its rows."""
     source, amax = request.source, inputs.row_amax
-    if source is not None and source.measures and amax is not None:
+    if source is not None and source.amax_per == "row" and amax is not None:
         inputs = inputs._replace(row_amax=F.pad(amax, (0, count)))
     return F.pad(x, (0, 0, 0, count)), inputs
 
@@ -130,7 +130,7 @@ def _face(matrix: Tensor, cast: Cast, inputs: CastInputs, *, transposed: bool) -
     fmt, tensor_scale = cast.format, None
     given = inputs.column_amax if transposed else inputs.row_amax
     amax = None if given is None else given[:, None]
-    if amax is not None and amax.shape[0] > 1 and not cast.measures:  # of the matrix's rows
+    if amax is not None and amax.shape[0] > 1 and cast.amax_per != "row":  # of the matrix's rows
         amax = amax.amax(dim=0, keepdim=True).float()
     rounding = inputs.rounding if cast.stream >= 0 else None
     draws = nvfp4.Draws(rounding, cast.stream, inputs.first_row, transposed)

@@ -93,7 +93,7 @@ def amax_sizes(shape: torch.Size, request: CastRequest) -> tuple[int, int]:
     rowwise one's."""
     count, *extents = shape
     row, column = (
-        0 if cast is None else count * (extent if cast.measures else 1)
+        0 if cast is None else count * (extent if cast.amax_per == "row" else 1)
         for cast, extent in zip(request[:2], extents, strict=True)
     )
     return row, 0 if _shares(request) else column
@@ -111,7 +111,7 @@ def amaxes_of_faces(
 
 def _shares(request: CastRequest) -> bool:
     """Return whether both faces have one amax per matrix."""
-    return all(cast is not None and cast.measures is False for cast in request[:2])
+    return all(cast is not None and cast.amax_per == "tensor" for cast in request[:2])
 
 
 def _cached(x: Tensor, groups: Groups, request: CastRequest, inputs: CastInputs) -> GroupedCast:

@@ -101,7 +101,7 @@ def faces_measured(request: CastRequest) -> list[int]:
     """Return the indices of the faces whose amaxes ``measure`` returns: one where all that are measured have the same,
     that of the tensor, without rotation."""
     casts = request[:2]
-    if any(cast is not None and (cast.measures or cast.format.hadamard) for cast in casts):
+    if any(cast is not None and (cast.amax_per == "row" or cast.format.hadamard) for cast in casts):
         return [0, 1]
     # The first one that is measured: kernels measure no other.
     measured = to_measure(request)
@@ -111,7 +111,7 @@ def faces_measured(request: CastRequest) -> list[int]:
 def amaxes_of(x: Tensor, request: CastRequest) -> list[Tensor]:
     """Return empty tensors like the amaxes that the operator returns."""
     sizes = [
-        extent if cast is not None and cast.measures else 1
+        extent if cast is not None and cast.amax_per == "row" else 1
         for extent, cast in zip(x.shape, request[:2], strict=True)
     ]
     return [x.new_empty(sizes[face], dtype=torch.float32) for face in faces_measured(request)]

@@ -34,14 +34,13 @@ class Cast(NamedTuple):
     rule: str = ""
 
     @property
-    def measures(self) -> bool | None:
-        """Whether the cast measures one amax per row (True), one per tensor (False), or none before the cast (None)."""
+    def amax_per(self) -> str | None:
+        """What must have an amax before the cast: each ``"row"``, the ``"tensor"``, or None if nothing."""
         fmt = self.format.base
-        if fmt.tensor_block is not None:
-            return fmt.tensor_block[0] is not None
-        if self.slot >= 0 or fmt.block[1] is not None:
+        block = fmt.block if fmt.tensor_block is None else fmt.tensor_block
+        if fmt.tensor_block is None and (self.slot >= 0 or block[1] is not None):
             return None
-        return fmt.block[0] is not None
+        return "tensor" if block[0] is None else "row"
 
     def for_columnwise(self) -> Cast:
         """Return the cast of the columnwise face, with random numbers of its own."""
@@ -99,7 +98,7 @@ class CastRequest(NamedTuple):
     def suits_lists(self) -> bool:
         """Whether one launch can cast a list of matrices: no ``source``, and no amax of rotated values."""
         return self.source is None and not any(
-            cast.measures is not None and cast.format.hadamard
+            cast.amax_per is not None and cast.format.hadamard
             for cast in (self.row, self.column)
             if cast is not None
         )
@@ -202,7 +201,7 @@ def to_measure(request: CastRequest, given: CastInputs = NO_INPUTS) -> CastReque
     row, column = request.row or request.source, request.column if request.source is None else None
     row, column = (
         None
-        if cast is None or cast.measures is None or cast.format.drawn_signs or amax is not None
+        if cast is None or cast.amax_per is None or cast.format.drawn_signs or amax is not None
         else cast
         for cast, amax in ((row, given.row_amax), (column, given.column_amax))
     )
@@ -266,12 +265,12 @@ def _check_amax(
     x: Tensor, cast: Cast | None, amax: Tensor, rows: int, has_source: bool, name: str
 ) -> None:
     """Raise ValueError unless a cast can be scaled by ``amax``."""
-    per_row = None if cast is None else cast.measures
-    shape = None if per_row is None else (rows if per_row else 1,)
+    per = None if cast is None else cast.amax_per
+    shape = None if per is None else (rows if per == "row" else 1,)
     if tuple(amax.shape) == shape:
         return
     of_rows = amax.shape == x.shape[:1] and amax.dtype == x.dtype
-    if per_row is not False or has_source or not of_rows or (cast and cast.format.hadamard):
+    if per != "tensor" or has_source or not of_rows or (cast and cast.format.hadamard):
         raise ValueError(
             f"quantize: {name} of shape {shape} is required for {cast}, got {tuple(amax.shape)}"
         )

@@ -91,7 +91,7 @@ class KernelFace(NamedTuple):
             values=fmt is not cast.format,
             rule=_RULES[cast.rule],
             level_max=fmt.tensor_scale_max,
-            of_rows=num_amaxes > 1 and not cast.measures,
+            of_rows=num_amaxes > 1 and cast.amax_per != "row",
         )
 
     @property
