@@ -33,21 +33,21 @@ class ReferenceCast(PreparedCast):
     def __init__(self, request: CastRequest) -> None:
         check_rules(request)
         self.request = request
-        row, column = (None if cast is None else cast.for_codes() for cast in request[:2])
-        self._codes = request._replace(row=row, column=column)
+        row, column = (None if cast is None else cast.for_qdata() for cast in request[:2])
+        self._as_qdata = request._replace(row=row, column=column)
 
     def run(self, x: Tensor, inputs: CastInputs) -> Faces:
         if inputs.prologue is not None:
             x = inputs.prologue.matrix(x)
-        (row, column), codes = self.request[:2], self._codes
+        (row, column), as_qdata = self.request[:2], self._as_qdata
         of_row = of_column = None
-        if codes.row is not None:
-            of_row = _face(x, codes.row, inputs, transposed=False)
-        if codes.column is not None:
-            of_column = _columnwise(x, of_row, codes, codes.column, inputs)
-        if row is not None and of_row is not None and row is not codes.row:
+        if as_qdata.row is not None:
+            of_row = _face(x, as_qdata.row, inputs, transposed=False)
+        if as_qdata.column is not None:
+            of_column = _columnwise(x, of_row, as_qdata, as_qdata.column, inputs)
+        if row is not None and of_row is not None and row is not as_qdata.row:
             of_row = _values(of_row, row.format)
-        if column is not None and of_column is not None and column is not codes.column:
+        if column is not None and of_column is not None and column is not as_qdata.column:
             of_column = _values(of_column, column.format)
         return of_row, of_column
 
@@ -95,13 +95,17 @@ def _columnwise(
         x, inputs = _with_zero_rows(x, request, inputs, missing)
         row = None
     if source is not None:
-        held = row if row is not None else _face(x, source, inputs, transposed=False)
-        if held.scale is None:
+        rowwise = row if row is not None else _face(x, source, inputs, transposed=False)
+        if rowwise.scale is None:
             raise ValueError(
                 f"quantize: a quantized rowwise face is required as source, got {source}"
             )
         values = dequantize_reference(
-            held.qdata, held.scale, held.tensor_scale, source.format.name, request.dtype or x.dtype
+            rowwise.qdata,
+            rowwise.scale,
+            rowwise.tensor_scale,
+            source.format.name,
+            request.dtype or x.dtype,
         )
         return _face(values.t(), cast, inputs, transposed=True)
     alike = request.row == cast and inputs.row_amax is inputs.column_amax

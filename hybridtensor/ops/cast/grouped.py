@@ -169,12 +169,11 @@ class GroupedCast:
             self._plan = Planning(key.groups, m, task.tiling.constants.BM)
         self._measurement = _Measurement(task, wanted, self._amaxes) if any(wanted) else None
         passes = int(self._measurement is not None)
-        self._measure_held = None
+        self._measure_dequantized = None
         if source is not None and measured[1]:
-            held = AMAX_ROW if column.per_row else AMAX
-            self._measure_held = CastLaunch(
+            self._measure_dequantized = CastLaunch(
                 task,
-                column=column.as_amax(held),
+                column=column.as_amax(AMAX_ROW if column.per_row else AMAX),
                 store=False,
                 reverse=passes == 1,
             )
@@ -208,9 +207,9 @@ class GroupedCast:
                 row_amax = inputs.row_amax
             if inputs.column_amax is not None:
                 column_amax = inputs.column_amax
-            if self._measure_held is not None:
+            if self._measure_dequantized is not None:
                 column_amax = torch.zeros(self._amaxes[1], dtype=torch.float32, device=x.device)
-                self._measure_held(x, ([], []), (row_amax, column_amax), inputs, plan)
+                self._measure_dequantized(x, ([], []), (row_amax, column_amax), inputs, plan)
             if inputs[0] is inputs[1] is inputs[2] is None and not inputs[3]:
                 inputs = NO_INPUTS  # most casts need nothing but amaxes
             self._cast(x, (row, column), (row_amax, column_amax), inputs, plan)
@@ -279,7 +278,7 @@ def _task(key: _Key, faces: tuple[KernelFace, KernelFace], *, of_rowwise: bool) 
         tiling=tiling,
         faces=faces,
         outputs=outputs,
-        held=(dtype or key.dtype) if of_rowwise else None,
+        source_dtype=(dtype or key.dtype) if of_rowwise else None,
         several=Several(key.tokens, 0 if key.tokens else key.strides[0], pitch, sizes[0], sizes[1]),
     )
 

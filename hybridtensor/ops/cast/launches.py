@@ -64,8 +64,8 @@ class FaceOutput:
     def sizes(self, measured: int) -> Sizes:
         """Return the strides between several matrices' parts of a face; amaxes are ``measured`` apart."""
         apart = [layout.strides[0] if len(layout.shape) == 3 else 0 for layout in self.layouts]
-        codes, scales, levels = (*apart, 0, 0, 0)[:3]
-        return Sizes(codes, scales, levels, measured)
+        qdata, scales, tensor_scales = (*apart, 0, 0, 0)[:3]
+        return Sizes(qdata, scales, tensor_scales, measured)
 
     def empty(self) -> list[Tensor]:
         return [make() for make in self._makers]
@@ -80,8 +80,8 @@ class FaceOutput:
             return nothing, nothing, 0, 0, nothing, amax
         other, along = self.scale_strides
         scales = take(tensors[1]) if count > 1 else nothing
-        level = take(tensors[2]) if count > 2 else nothing
-        return take(tensors[0]), scales, other, along, level, amax
+        tensor_scales = take(tensors[2]) if count > 2 else nothing
+        return take(tensors[0]), scales, other, along, tensor_scales, amax
 
 
 class Several(NamedTuple):
@@ -98,7 +98,8 @@ class Several(NamedTuple):
 
 
 class KernelTask(NamedTuple):
-    """What the launches of one cast share: the matrix, its tiling, both faces and their outputs."""
+    """What the launches of one cast share: the matrix, its tiling, both faces and their outputs; ``source_dtype`` is
+    that of the dequantized rowwise face, if the columnwise one is requantized from it, else None."""
 
     matrix: Matrix
     dtype: torch.dtype
@@ -106,7 +107,7 @@ class KernelTask(NamedTuple):
     tiling: Tiling
     faces: tuple[KernelFace, KernelFace]
     outputs: tuple[FaceOutput, FaceOutput]
-    held: torch.dtype | None
+    source_dtype: torch.dtype | None
     several: Several | None = None
 
     def constants(
@@ -119,10 +120,10 @@ class KernelTask(NamedTuple):
         return {
             "ROW_FACE": row.constants(self.dtype, k, record=record[0], store=store),
             "COLUMN_FACE": column.constants(
-                self.held or self.dtype, m, record=record[1], store=True
+                self.source_dtype or self.dtype, m, record=record[1], store=True
             ),
             "TILE": self.tiling.constants,
-            "HELD": 0 if self.held is None else _DTYPES.get(self.held, _FP32),
+            "HELD": 0 if self.source_dtype is None else _DTYPES.get(self.source_dtype, _FP32),
             "HW": converts_to_fp8(self.device),
         }
 
@@ -159,8 +160,8 @@ def _plain_output(
     """Return the fields of ``Output`` of elements and scales, or of a face that is not requested."""
     if not tensors:
         return nothing, nothing, 0, 0, nothing, amax
-    codes, scales = tensors
-    return codes.data_ptr(), scales.data_ptr(), *strides, nothing, amax
+    qdata, scales = tensors
+    return qdata.data_ptr(), scales.data_ptr(), *strides, nothing, amax
 
 
 class CastLaunch:

@@ -295,8 +295,8 @@ def _arguments(
 ) -> tuple[Address, Address, int, int, Address, Address]:
     """Return the fields of ``Output``: the buffers of all matrices, and the first one's amaxes."""
     parts = [launch.take(buffer) for buffer in buffers]
-    codes, scales, levels = (*parts, nothing, nothing, nothing)[:3]
-    return codes, scales, 0, 0, levels, nothing if amax is None else launch.take(amax)
+    qdata, scales, tensor_scales = (*parts, nothing, nothing, nothing)[:3]
+    return qdata, scales, 0, 0, tensor_scales, nothing if amax is None else launch.take(amax)
 
 
 def _partial(contractions: list[int], step: int) -> int:

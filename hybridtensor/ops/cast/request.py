@@ -50,7 +50,8 @@ class Cast(NamedTuple):
         """Return the cast to the format's dequantized ``values``; unchanged if it has none."""
         return self if self.format.values is None else self._replace(format=self.format.values)
 
-    def for_codes(self) -> Cast:
+    def for_qdata(self) -> Cast:
+        """Return the cast to quantized data and scales, in place of one to ``values``."""
         return self if self.format.values_of is None else self._replace(format=self.format.base)
 
     def __str__(self) -> str:
@@ -211,7 +212,7 @@ def to_measure(request: CastRequest, given: CastInputs = NO_INPUTS) -> CastReque
 def check_inputs(x: Tensor, request: CastRequest, inputs: CastInputs) -> None:
     """Raise ValueError unless the inputs match the request."""
     row, column, source, _ = request
-    if source is not None and row is not None and row.for_codes() != source:
+    if source is not None and row is not None and row.for_qdata() != source:
         raise ValueError(
             f"quantize: a columnwise face of the rowwise one is required, got source {source} of {row}"
         )

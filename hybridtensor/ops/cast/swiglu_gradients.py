@@ -123,7 +123,13 @@ class _GradientsLaunch:
         )
         self._kind, self._outputs = kind, outputs
         task = KernelTask(
-            Matrix(None, n, 1, m, width), kind.dtype, device, tiling, faces, outputs, held=None
+            Matrix(None, n, 1, m, width),
+            kind.dtype,
+            device,
+            tiling,
+            faces,
+            outputs,
+            source_dtype=None,
         )
         records, has_row = kind.record_dtype is not None, request.row is not None
         # Both faces of a matrix have its amax, which the rowwise one records for both slots.

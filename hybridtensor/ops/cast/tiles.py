@@ -197,7 +197,7 @@ _DRAWN_ROW_TILE = Tile(32, 128, 16, 4, 4, None, fuses=False)
 _DRAWN_COLUMN_TILE = Tile(128, 32, 8, 16, 2, None, fuses=False)
 _DRAWN_COLUMN_ALONE_TILE = Tile(128, 16, 8, 16, 1, None, fuses=False)  # no warp waits for another
 # Found by compiling only: so many that three programs of four warps, or six of two, fit
-_HELD_REGISTERS = 168
+_REQUANTIZING_REGISTERS = 168
 
 
 def tile_of(row: KernelFace, column: KernelFace, of_rowwise: bool) -> Tile:
@@ -231,7 +231,7 @@ def _tile_of(row: KernelFace, column: KernelFace, of_rowwise: bool) -> Tile:
         return tile
     spills = row.rotated or max(row.stream, column.stream) >= 0  # hundreds of registers
     spills |= tile is _BLOCK_TILE and (fp4 or row.kind not in (BLOCK, MX))
-    return tile._replace(registers=None if spills else _HELD_REGISTERS)
+    return tile._replace(registers=None if spills else _REQUANTIZING_REGISTERS)
 
 
 def _is_square_or_drawn(*faces: KernelFace) -> bool:
