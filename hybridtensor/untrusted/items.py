@@ -114,10 +114,10 @@ def check_archive(stream: IO[bytes]) -> None:
             )
             if not plain or len(sizes) != len(records):
                 raise ValueError("an archive of plain files, each once, is required")
-            pickled = [record for record in records if record.filename.endswith(f"/{_PICKLE}")]
-            if len(pickled) != 1:
+            pickles = [record for record in records if record.filename.endswith(f"/{_PICKLE}")]
+            if len(pickles) != 1:
                 raise ValueError("an archive with one pickle is required")
-            Scan(None, sizes).run(archive.read(pickled[0]))
+            Scan(None, sizes).run(archive.read(pickles[0]))
     except ValueError:
         raise
     except Exception as error:  # damaged archives raise whatever they like

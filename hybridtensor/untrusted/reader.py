@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -110,11 +110,8 @@ class SafeReader(FileSystemReader):
 
     def unreadable(self) -> list[str]:
         """Return a text for the first unreadable entry of each file."""
-        files: dict[str, list[MetadataIndex]] = {}
-        for index, place in self.storage_data.items():
-            files.setdefault(place.relative_path, []).append(index)
         found = []
-        for indices in files.values():
+        for indices in self._by_file(self.storage_data).values():
             try:
                 for _ in self._stored(indices):
                     pass
@@ -122,14 +119,17 @@ class SafeReader(FileSystemReader):
                 found.append(str(error))
         return found
 
+    def _by_file(self, indices: Iterable[MetadataIndex]) -> dict[str, list[MetadataIndex]]:
+        files: dict[str, list[MetadataIndex]] = {}
+        for index in indices:
+            files.setdefault(self.storage_data[index].relative_path, []).append(index)
+        return files
+
     def _stored(
         self, indices: list[MetadataIndex]
     ) -> Iterator[tuple[MetadataIndex, Tensor | bytes]]:
         """Yield the stored entries: tensors, and the bytes of other values."""
-        files: dict[str, list[MetadataIndex]] = {}
-        for index in indices:
-            files.setdefault(self.storage_data[index].relative_path, []).append(index)
-        for name, of_file in files.items():
+        for name, of_file in self._by_file(indices).items():
             with open_file(Path(self.path), name) as stream:
                 for index in of_file:
                     place = self.storage_data[index]

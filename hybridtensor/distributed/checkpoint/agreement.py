@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from hybridtensor.distributed.checkpoint.entries import Entries
 from hybridtensor.distributed.checkpoint.plain import StateDict, plain
-from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
 from hybridtensor.distributed.checkpoint.replicas import different, ranks_in_words, replica
 from hybridtensor.printed import some
+from hybridtensor.ranks import TIMEOUT, Ranks
 
 
 def check_arguments(ranks: Ranks, /, **given: object) -> None:

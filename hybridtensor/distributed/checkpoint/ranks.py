@@ -10,9 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hybridtensor.ranks import TIMEOUT, Ranks
+from hybridtensor.ranks import Ranks
 
-__all__ = ["TIMEOUT", "Ranks", "is_sharded", "together"]
 T = TypeVar("T")
 
 

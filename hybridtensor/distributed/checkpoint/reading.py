@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
@@ -18,20 +19,26 @@ from hybridtensor.distributed.checkpoint.agreement import check_arguments
 from hybridtensor.distributed.checkpoint.entries import Entries
 from hybridtensor.distributed.checkpoint.plain import StateDict
 from hybridtensor.distributed.checkpoint.planners import HybridLoadPlanner
-from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
 from hybridtensor.distributed.checkpoint.restoration import Restoration
 from hybridtensor.distributed.checkpoint.store import wait_for_previous
 from hybridtensor.distributed.checkpoint.undo import Snapshot
 from hybridtensor.printed import some
+from hybridtensor.ranks import TIMEOUT, Ranks
 from hybridtensor.untrusted.files import digest_file
 from hybridtensor.untrusted.manifest import MANIFEST, Manifest, root_folder
 from hybridtensor.untrusted.metadata import read_metadata
-from hybridtensor.untrusted.reader import (
-    SafeReader,
-    Staged,
-    UnreadableError,
-)
+from hybridtensor.untrusted.reader import SafeReader, Staged, UnreadableError
 from hybridtensor.untrusted.verifying import problems, steps
+
+
+class _Read(NamedTuple):
+    """A step that is on the host, and not yet written into the state."""
+
+    step: int
+    planner: HybridLoadPlanner
+    restoration: Restoration
+    plan: LoadPlan
+    staged: Staged
 
 
 def load(
@@ -81,28 +88,20 @@ def load(
 
     root, entries = ranks.each(given)
     check_arguments(ranks, directory=os.path.normpath(root), step=step, any_recipe=any_recipe)
-    number, planner, restoration, plan, staged = _read_newest(
-        ranks, root, step, lambda path: _checked(path, entries, any_recipe)
-    )
+    read = _read_newest(ranks, root, step, partial(_checked, entries, any_recipe))
     # After reading, which may fail, and before the first write: what is loaded and what was there
     # are both on the host now.
-    snapshot = ranks.each(lambda: Snapshot(entries, planner.places(plan)))
-    _put(ranks, planner, plan, staged, restoration, snapshot)
-    return number
+    snapshot = ranks.each(lambda: Snapshot(entries, read.planner.places(read.plan)))
+    _put(ranks, read, snapshot)
+    return read.step
 
 
-def _put(
-    ranks: Ranks,
-    planner: HybridLoadPlanner,
-    plan: LoadPlan,
-    staged: Staged,
-    restoration: Restoration,
-    snapshot: Snapshot,
-) -> None:
+def _put(ranks: Ranks, read: _Read, snapshot: Snapshot) -> None:
     """Write the staged tensors in place on all ranks, or restore the former ones on all of them."""
+    staged, restoration = read.staged, read.restoration
 
     def put() -> None:
-        planner.finish_plan(plan)
+        read.planner.finish_plan(read.plan)
         staged.put()
         restoration.finish()
 
@@ -121,14 +120,14 @@ def _put(
 
 def _read_newest(
     ranks: Ranks, root: Path, step: int | None, checked: Callable[[Path], Checked]
-) -> tuple[int, HybridLoadPlanner, Restoration, LoadPlan, Staged]:
-    """Read the newest intact step, or ``step``; return its number and the staged values."""
+) -> _Read:
+    """Read the newest intact step, or ``step``, to the host."""
     found = ranks.first(lambda: steps(root))
     if step is not None:
         found = {number: path for number, path in found.items() if number == step}
     reasons: list[str] = []
     for number, path in found.items():
-        wrong = _wrong(ranks, path, number)
+        wrong = _defects(ranks, path, number)
         if not wrong:
             planner, restoration, metadata = ranks.each(partial(checked, path))
             # Defects are gathered as texts, not raised: all ranks skip an unreadable step together,
@@ -139,7 +138,7 @@ def _read_newest(
         if not wrong:
             for reason in reasons:
                 warnings.warn(f"checkpoint.load: {reason}; loading step {number}", stacklevel=3)
-            return number, planner, restoration, *read[0]
+            return _Read(number, planner, restoration, *read[0])
         reasons.append("; ".join(wrong))
     wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
     if not reasons:
@@ -152,9 +151,9 @@ def _read_newest(
     )
 
 
-def _wrong(ranks: Ranks, path: Path, number: int) -> list[str]:
+def _defects(ranks: Ranks, path: Path, number: int) -> list[str]:
     """Return the defects of a step, the same on all ranks."""
-    answers = ranks.gather(partial(_problems, path, number, (ranks.rank, ranks.size)))
+    answers = ranks.gather(partial(_digest_and_defects, path, number, (ranks.rank, ranks.size)))
     wrong = list(dict.fromkeys(text for _, texts in answers for text in texts))
     digests = [digest for digest, _ in answers]
     others = [rank for rank, one in zip(ranks.members, digests, strict=True) if one != digests[0]]
@@ -165,7 +164,7 @@ def _wrong(ranks: Ranks, path: Path, number: int) -> list[str]:
     return wrong
 
 
-def _problems(path: Path, number: int, share: tuple[int, int]) -> tuple[str, list[str]]:
+def _digest_and_defects(path: Path, number: int, share: tuple[int, int]) -> tuple[str, list[str]]:
     """Return the digest of a step's manifest, and the defects of this rank's share of its files."""
     found = problems(path, number, share)
     return "" if found else digest_file(path / MANIFEST)[1], found
@@ -174,7 +173,7 @@ def _problems(path: Path, number: int, share: tuple[int, int]) -> tuple[str, lis
 Checked = tuple[HybridLoadPlanner, Restoration, Metadata]
 
 
-def _checked(path: Path, entries: Entries, any_recipe: bool) -> Checked:
+def _checked(entries: Entries, any_recipe: bool, path: Path) -> Checked:
     """Return planner, restoration and metadata of a step after all checks that need no writes."""
     manifest = Manifest.read(path)
     metadata = read_metadata(path, manifest.files)
@@ -188,7 +187,15 @@ def _checked(path: Path, entries: Entries, any_recipe: bool) -> Checked:
     restoration = Restoration(entries, manifest, metadata)
     planner = HybridLoadPlanner()
     planner.set_up_planner(restoration.target, metadata)
-    _check(path, planner, restoration, metadata, any_recipe)
+    wrong = planner.misfits(casts=any_recipe)
+    wrong += [
+        f"{name} is not here" for name in restoration.extra(metadata, set(planner.state_dict))
+    ]
+    if wrong:
+        raise ValueError(
+            f"checkpoint.load: {path.name} does not fit the state: {some(wrong)}; "
+            "build the model and optimizer as they were"
+        )
     return planner, restoration, metadata
 
 
@@ -210,21 +217,3 @@ def _read(
     except UnreadableError as error:
         return str(error)
     return ""
-
-
-def _check(
-    path: Path,
-    planner: HybridLoadPlanner,
-    restoration: Restoration,
-    metadata: Metadata,
-    any_recipe: bool,
-) -> None:
-    wrong = planner.misfits(casts=any_recipe)
-    wrong += [
-        f"{name} is not here" for name in restoration.extra(metadata, set(planner.state_dict))
-    ]
-    if wrong:
-        raise ValueError(
-            f"checkpoint.load: {path.name} does not fit the state: {some(wrong)}; "
-            "build the model and optimizer as they were"
-        )

@@ -27,7 +27,7 @@ from hybridtensor.distributed.checkpoint.entries import Entries
 from hybridtensor.distributed.checkpoint.folders import move_into_place, new_folder
 from hybridtensor.distributed.checkpoint.plain import StateDict
 from hybridtensor.distributed.checkpoint.planners import HybridSavePlanner
-from hybridtensor.distributed.checkpoint.ranks import TIMEOUT, Ranks
+from hybridtensor.ranks import TIMEOUT, Ranks
 from hybridtensor.untrusted.files import (
     digest_file,
     sync_folder,
