@@ -12,10 +12,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hybridtensor.linear.operands import layer_of
 from hybridtensor.ops.autograd import Ctx, Function
 from hybridtensor.ops.library import define, implement_autograd
-from hybridtensor.state import LayerState
+from hybridtensor.state import LayerState, layer_of
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 from hybridtensor.subclasses.wrapper import WrapperTensor

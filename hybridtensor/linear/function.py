@@ -26,7 +26,6 @@ from hybridtensor.linear.operands import (
     Operand,
     Weight,
     is_transposed,
-    layer_of,
 )
 from hybridtensor.linear.products import Backward, output, plain_output, plain_part, with_shape
 from hybridtensor.linear.two_parts import requested_gradients
@@ -38,7 +37,7 @@ from hybridtensor.ops.library import is_batched, is_traced, outside_graphs, runs
 from hybridtensor.ops.order import in_backward, node_of
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.state import Context, LayerState, StateTensors
+from hybridtensor.state import Context, LayerState, StateTensors, layer_of
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.observing import (
     may_hold_values,

@@ -21,7 +21,6 @@ from torch import Tensor
 from hybridtensor.ops import Face, FaceKind, Faces
 from hybridtensor.ops.amaxes import ReturnedAmaxes
 from hybridtensor.quantizers import tokens
-from hybridtensor.state import LayerState, StateTensors
 from hybridtensor.subclasses import (
     FaceTensor,
     HybridTensor,
@@ -142,9 +141,3 @@ def as_matrix(face: FaceTensor | Tensor) -> FaceTensor:
         return face if face.dim() == 2 else face.view(size)
     values = face.dequantize() if isinstance(face, IdentityTensor) else face
     return IdentityTensor(tokens(values))
-
-
-def layer_of(state: LayerState | StateTensors | None) -> str:
-    """Return the name of the layer that a state belongs to, for errors."""
-    name = getattr(state, "name", "")
-    return f"layer {name}" if name else "a layer"

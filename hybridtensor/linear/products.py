@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtensor import ops
-from hybridtensor.linear.operands import Needs, Operand, gradient_faces, layer_of
+from hybridtensor.linear.operands import Needs, Operand, gradient_faces
 from hybridtensor.ops import Face, after
 from hybridtensor.ops.amaxes import ReturnedAmaxes, commit
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.state import Context, LayerState, StateTensors
+from hybridtensor.state import Context, LayerState, StateTensors, layer_of
 from hybridtensor.subclasses import HybridTensor, IdentityTensor
 from hybridtensor.subclasses.observing import (
     may_hold_values,

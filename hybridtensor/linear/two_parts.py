@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from hybridtensor.linear.operands import Needs, layer_of
+from hybridtensor.linear.operands import Needs
 from hybridtensor.ops.autograd import Ctx, Function
-from hybridtensor.state import StateTensors
+from hybridtensor.state import StateTensors, layer_of
 
 # Private in torch, and what its hooks of several gradients ask
 will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybridtensor.linear.operands import Needs, Operand, Weight, layer_of, required_columnwise
+from hybridtensor.linear.operands import Needs, Operand, Weight, required_columnwise
 from hybridtensor.linear.weight_buckets import bucket_of
 from hybridtensor.ops import Face
 from hybridtensor.ops.amaxes import AmaxRecord
@@ -25,7 +25,7 @@ from hybridtensor.ops.cast.compile_ahead import weight_casts
 from hybridtensor.ops.library import is_traced
 from hybridtensor.quantizers import HybridQuantizer
 from hybridtensor.quantizers.plans import measured_in_backward
-from hybridtensor.state import Context, StateTensors
+from hybridtensor.state import Context, StateTensors, layer_of
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.face_cache import ForwardUse, Seen
 from hybridtensor.subclasses.observing import for_products_of_weight

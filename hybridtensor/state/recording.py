@@ -11,6 +11,7 @@ from hybridtensor.arguments import require_module
 from hybridtensor.ops.library import is_captured
 from hybridtensor.printed import some
 from hybridtensor.state.layer import LayerState
+from hybridtensor.state.tensors import layer_of
 from hybridtensor.state.training import StateSlots, layer_states, on_host, training_of
 
 
@@ -52,7 +53,7 @@ class without_recording:  # noqa: N801  (used as a context)
 def require_recorded(states: Sequence[LayerState]) -> None:
     """Raise RuntimeError for layers whose backward ran in this step without recording amaxes."""
     names = [
-        _named(state)
+        layer_of(state)
         for state in states
         # a recipe that was set since may have no delayed scales
         if state.record is not None and state.unrecorded and not state.recorded
@@ -86,9 +87,5 @@ def require_finite(model: nn.Module, states: Sequence[LayerState], amaxes: Tenso
 def _not_finite(of_states: StateSlots, finite: Tensor) -> str:
     slots = [(state, slot) for state, of_state in of_states for slot in of_state]
     pairs = zip(slots, finite.tolist(), strict=True)
-    names = [f"{_named(state)} ({slot})" for (state, slot), fine in pairs if not fine]
+    names = [f"{layer_of(state)} ({slot})" for (state, slot), fine in pairs if not fine]
     return some(names, 8, ", ")
-
-
-def _named(state: LayerState) -> str:
-    return f"layer {state.name}" if state.name else "a layer"

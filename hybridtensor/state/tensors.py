@@ -92,6 +92,12 @@ class StateTensors(NamedTuple):
         return self.slots.index(slot)
 
 
+def layer_of(state: object) -> str:
+    """Return the name of the layer that a ``LayerState``, or its ``StateTensors``, belongs to, for errors."""
+    name = getattr(state, "name", "")
+    return f"layer {name}" if name else "a layer"
+
+
 class CommonAmax(Protocol):
     """The interface of ``subclasses.common_scale.CommonScale``."""
 

@@ -17,10 +17,11 @@ from hybridtensor.distributed.fsdp.plan import (
 )
 from hybridtensor.distributed.fsdp.torch_compat import ShardedParam
 from hybridtensor.linear.kinds import is_linear
-from hybridtensor.linear.operands import WEIGHTS, layer_of
+from hybridtensor.linear.operands import WEIGHTS
 from hybridtensor.linear.stack_forward import recipe_at
 from hybridtensor.quantizers.hybrid import by_direction
 from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.state import layer_of
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.owners import go_by
