@@ -93,12 +93,9 @@ class WeightGroup:
         device."""
         if self._gather is None or shard.prepared is None:
             self._gather = self._begin()
-        result = None
-        if shard.prepared is not None:
-            _, result = shard.prepared
-            shard.prepared = None
+        _, result = shard.prepared or (None, None)
         # The next gather begins with the hook of the first weight, also if this one is broken off.
-        self.shards[0].prepared = None
+        shard.prepared = self.shards[0].prepared = None
         return result or self._gather.send(self.shards.index(shard), tensor)
 
     def _begin(self) -> Gather:
