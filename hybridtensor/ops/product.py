@@ -8,7 +8,7 @@ from torch import Tensor
 from hybridtensor.ops.face import Face
 from hybridtensor.ops.grouped_mm import grouped_product
 from hybridtensor.ops.library import runs_directly
-from hybridtensor.ops.scaled_mm import chosen, matrix_product
+from hybridtensor.ops.scaled_mm import cached_multiply, matrix_product
 
 
 def product(
@@ -24,5 +24,7 @@ def product(
     if left.groups is not None:
         return grouped_product(left, right, out_dtype, fast_accum, direct)
     if direct or runs_directly(left.qdata):
-        return chosen(left, right, bias, out_dtype)(left, right, bias, out_dtype, fast_accum)
+        return cached_multiply(left, right, bias, out_dtype)(
+            left, right, bias, out_dtype, fast_accum
+        )
     return matrix_product(left, right, bias, out_dtype, fast_accum)

@@ -108,7 +108,7 @@ def _on_any_device(
 ) -> Tensor:
     a = Face.of(left, FaceKind(format_of_face(left_format)))
     b = Face.of(right, FaceKind(format_of_face(right_format)))
-    return chosen(a, b, bias, out_dtype)(a, b, bias, out_dtype, fast_accum)
+    return cached_multiply(a, b, bias, out_dtype)(a, b, bias, out_dtype, fast_accum)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -176,7 +176,9 @@ def scaled_mm(
         ValueError: If K differs, the devices differ, or the formats' product is not defined.
     """
     if runs_directly(left.qdata):
-        return chosen(left, right, bias, out_dtype)(left, right, bias, out_dtype, fast_accum)
+        return cached_multiply(left, right, bias, out_dtype)(
+            left, right, bias, out_dtype, fast_accum
+        )
     _check_operands(left, right, bias)
     if is_traced() and _is_known_to_compilers(left, right, out_dtype):
         return _choose(left, right, bias, out_dtype)(left, right, bias, out_dtype, fast_accum)
@@ -187,7 +189,9 @@ def scaled_mm(
 _MULTIPLY: Cache[tuple[object, ...], Multiply] = Cache()
 
 
-def chosen(left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype) -> Multiply:
+def cached_multiply(
+    left: Face, right: Face, bias: Tensor | None, out_dtype: torch.dtype
+) -> Multiply:
     """Return the cached function that multiplies operands of this kind, checked when it is chosen."""
     a, b = left.qdata, right.qdata
     key = (
