@@ -27,7 +27,7 @@ class FaceByFace(PreparedCast):
         return self._row.run(x, row)[0], self._column.run(x, column)[1]
 
     def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
-        of_row = 0 if self.request.row is None else self.request.row.format.num_tensors
+        of_row = self.request.num_row_tensors
         self._row.run_into(x, out[:of_row], inputs_of_row(inputs))
         self._column.run_into(x, out[of_row:], inputs_of_column(inputs))
 
@@ -64,7 +64,7 @@ class CastOfTranspose(PreparedCast):
         return row, column
 
     def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
-        of_row = 0 if self.request.row is None else self.request.row.format.num_tensors
+        of_row = self.request.num_row_tensors
         self._cast.run_into(x.t(), [*out[of_row:], *out[:of_row]], swapped_inputs(inputs))
 
     def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -186,7 +186,7 @@ class OperatorCast(ReferenceCast):
         # A measurement is given no delayed scales.
         self._measured = str(to_measure(request) or request)
         self._kinds = [None if cast is None else FaceKind(cast.format) for cast in request[:2]]
-        self._row_size = 0 if request.row is None else request.row.format.num_tensors
+        self._row_size = request.num_row_tensors
 
     def run(self, x: Tensor, inputs: CastInputs) -> Faces:
         if inputs.prologue is not None:

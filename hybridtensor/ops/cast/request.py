@@ -104,6 +104,11 @@ class CastRequest(NamedTuple):
             if cast is not None
         )
 
+    @property
+    def num_row_tensors(self) -> int:
+        """Number of tensors of the rowwise face, which come first where both faces' are in one list."""
+        return 0 if self.row is None else self.row.format.num_tensors
+
     def __str__(self) -> str:
         casts = (str(cast or "") for cast in self[:3])
         dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
