@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from hybridtensor import ops
 from hybridtensor.dtensor import local
 from hybridtensor.ops import CastInputs, Faces
+from hybridtensor.ops.kernel_library import aligned_fp32
 from hybridtensor.ops.library import is_captured, is_recorded, is_traced, runs_directly
 from hybridtensor.quantizers.plans import CastPlan, cast_plan, measuring_plan
 from hybridtensor.state import Context, LayerState
@@ -32,7 +33,6 @@ _BUCKET = 2**26
 the device longer than the host."""
 _AFTER_STEP = 2**28
 """Elements that ``step_`` quantizes for the next forward: at that time a model holds no activations."""
-_ALIGNED = 4  # amaxes: kernels are compiled for addresses that are multiples of 16 bytes
 
 
 class WeightBucket:
@@ -227,7 +227,7 @@ class _Jobs:
 
 def _make_records(jobs: list[_Job], size: int) -> None:
     """Allocate records of ``size`` amaxes for casts."""
-    room = -(-size // _ALIGNED) * _ALIGNED
+    room = aligned_fp32(size)
     memory = torch.zeros(len(jobs) * room, dtype=torch.float32, device=jobs[0].plain.device)
     for index, job in enumerate(jobs):
         record = memory.as_strided((size,), (1,), index * room)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hybridtensor.ops.kernel_library import Launch, on_device
+from hybridtensor.ops.kernel_library import Launch, aligned_fp32, on_device
 from hybridtensor.ops.library import define, implement, is_captured
 
 _CHUNK = 4096  # numbers that are allocated at once
@@ -26,7 +26,6 @@ _SPARE = 8
 """Zeros that a layer keeps for the forwards of the next step: what a bucket of weights was recorded in would add up."""
 _MOST_PENDING = 256
 """Backwards of a step whose amaxes are kept apart: of some layers no step ends, as of a frozen model's."""
-_ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that are multiples of 16
 
 
 class ReturnedAmaxes:
@@ -61,7 +60,7 @@ class AmaxRecord:
         self.of_inputs: list[Tensor | None] = []
         self._spare: list[Tensor] = []  # zeros, for the forwards of the next step
         self.is_gathered = self.is_used = False
-        begin = _aligned(2 * size)  # of what gathers record
+        begin = aligned_fp32(2 * size)  # of what gathers record
         with torch.inference_mode(False), torch.no_grad():
             if device.type == "meta":
                 taken = torch.zeros(begin + size, dtype=torch.float32, device=device)
@@ -166,7 +165,7 @@ class _Memory:
 
     def take(self, size: int) -> Tensor:
         """Return at least ``size`` fp32 zeros."""
-        whole = _aligned(size)
+        whole = aligned_fp32(size)
         with self._lock:
             self._sort_returned()
             free = self._free.get(whole)
@@ -202,10 +201,6 @@ class _Memory:
             "step_: a compiled graph got an address where no layer records amaxes; hooks on saved tensors must "
             "give integers back as they were"
         )
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
 
 
 @functools.cache

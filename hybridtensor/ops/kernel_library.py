@@ -17,6 +17,11 @@ from hybridtensor.ops.face import bytewise
 ALIGNMENT = 16  # bytes: kernels are compiled for addresses that are multiples
 
 
+def aligned_fp32(count: int) -> int:
+    """Return the entries that ``count`` fp32 numbers take in a buffer of several whose addresses are aligned."""
+    return -(-count // 4) * 4
+
+
 @functools.cache
 def kernels(name: str) -> ModuleType:
     """Return the module ``hybridtensor.kernels.<name>``."""

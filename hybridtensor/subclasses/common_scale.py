@@ -20,12 +20,12 @@ from hybridtensor import ops
 from hybridtensor.dtensor import local
 from hybridtensor.formats import FP8_E4M3_TENSOR
 from hybridtensor.ops import Cast, CastRequest
+from hybridtensor.ops.kernel_library import aligned_fp32
 from hybridtensor.ops.library import is_recorded
 from hybridtensor.quantizers import HybridQuantizer, Quantizer
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 
 T = TypeVar("T")
-_ALIGNED = 4  # numbers of four bytes: kernels write where addresses are multiples of 16
 _OF_TENSOR = CastRequest(Cast(FP8_E4M3_TENSOR))  # measures the amax that all formats take
 
 
@@ -110,7 +110,9 @@ class CommonScale:
 
     def measure(self, values: Sequence[Tensor]) -> None:
         """Set the scale from the amax of all weights' values."""
-        amaxes = torch.zeros(len(values), _ALIGNED, dtype=torch.float32, device=values[0].device)
+        amaxes = torch.zeros(
+            len(values), aligned_fp32(1), dtype=torch.float32, device=values[0].device
+        )
         for matrix, out in zip(values, amaxes, strict=True):
             if matrix.numel():
                 ops.prepare(matrix, _OF_TENSOR).measure_into(matrix, out[:1])

@@ -19,6 +19,7 @@ from hybridtensor.distributed.fsdp.plan import Plan
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.formats import FP8_E4M3_ROW, FP8_E4M3_TENSOR
 from hybridtensor.ops import Cast, CastRequest
+from hybridtensor.ops.kernel_library import aligned_fp32
 from hybridtensor.ops.references.blocks import block_amax
 from hybridtensor.ranks import require_alike
 from hybridtensor.subclasses import MasterWeight
@@ -35,7 +36,6 @@ Place: TypeAlias = tuple[object, ...]
 """Where and how a tensor lies, to compare."""
 
 _OF_TENSOR = CastRequest(Cast(FP8_E4M3_TENSOR))
-_ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that are multiples of 16
 
 
 def check_recipes(shards: Sequence[Shard]) -> None:
@@ -140,7 +140,7 @@ class Exchange:
     def __init__(self, shards: list[Shard]) -> None:
         self._shards, self._plans = shards, [shard.plan for shard in shards]
         sizes = [math.prod(plan.amaxes) for plan in self._plans]
-        begins = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
+        begins = [0, *itertools.accumulate(map(aligned_fp32, sizes))]
         self._all = torch.zeros(begins[-1], dtype=torch.float32, device=shards[0].sharded.device)
         self._order = StreamOrder()
         self._parts = [

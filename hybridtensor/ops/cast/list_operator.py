@@ -26,10 +26,9 @@ from hybridtensor.ops.cast.request import (
     parse_request,
     to_measure,
 )
-from hybridtensor.ops.kernel_library import ALIGNMENT
+from hybridtensor.ops.kernel_library import ALIGNMENT, aligned_fp32
 from hybridtensor.ops.library import define, is_captured
 
-_NUMBERS = 4  # of four bytes: records begin at multiples of 16 bytes
 _MOST_REGIONS = 1024
 
 
@@ -71,16 +70,12 @@ def faces_written(
     if num_amaxes:
         for of_matrix, record in zip(places, _records(len(shapes), num_amaxes), strict=True):
             of_matrix.append((len(sizes), record))
-        sizes.append((len(shapes) * _pitch(num_amaxes), torch.float32))
+        sizes.append((len(shapes) * aligned_fp32(num_amaxes), torch.float32))
     return Written(sizes, places)
 
 
 def _records(count: int, size: int) -> list[Place]:
-    return [((size,), (1,), index * _pitch(size)) for index in range(count)]
-
-
-def _pitch(size: int) -> int:
-    return -(-size // _NUMBERS) * _NUMBERS
+    return [((size,), (1,), index * aligned_fp32(size)) for index in range(count)]
 
 
 def shapes_of(xs: Sequence[Tensor]) -> list[tuple[int, int]]:

@@ -18,10 +18,9 @@ from hybridtensor.ops.cast.prepared import Faces
 from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest
 from hybridtensor.ops.cast.tiles import MEASURED, KernelFace, Tiling, converts_to_fp8, tile_of
 from hybridtensor.ops.face import Face, FaceKind, TensorLayout, numeric_layouts
-from hybridtensor.ops.kernel_library import Launch, lasting, on_device
+from hybridtensor.ops.kernel_library import Launch, aligned_fp32, lasting, on_device
 
 _ALIGNED = 128  # entries, of which the tensors of faces begin at multiples
-_AMAXES = 4  # entries: kernels are compiled for amaxes at multiples of 16 bytes
 
 Amaxes = tuple[Tensor, Tensor]
 """Of the rowwise and of the columnwise face."""
@@ -148,7 +147,7 @@ class AmaxBuffer:
         self.is_shared = all(f.kind in MEASURED and f.takes_amax_of_tensor for f in faces)
         row, column = faces
         sizes = [(m if row.per_row else 1, k if column.per_row else 1) for m, k in shapes]
-        rooms = [-(-size // _AMAXES) * _AMAXES for pair in sizes for size in pair]
+        rooms = [aligned_fp32(size) for pair in sizes for size in pair]
         ends = list(itertools.accumulate(rooms, initial=0))
         self.starts, self.size = list(zip(ends[:-1:2], ends[1::2], strict=True)), ends[-1]
         self.places: list[tuple[Place, Place]] = []

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridtensor.kernels.groups import Matrix
 from hybridtensor.ops.cast.tiles import KernelFace, Tiling, converts_to_fp8, overlaps_kernels
-from hybridtensor.ops.kernel_library import Launch, lasting
+from hybridtensor.ops.kernel_library import Launch, aligned_fp32, lasting
 from hybridtensor.ops.library import is_captured
 from hybridtensor.ops.prologue import Prologue, as_argument
 
@@ -103,7 +103,6 @@ class Measurement:
 _ZEROS: dict[tuple[int | None, int], list[Tensor]] = {}  # by device and stream
 # One fill serves many measurements: 302 launches less in a step of Llama 1.2 B.
 _NUMBERS = 256  # that are filled at once
-_ALIGNED = 4  # numbers of four bytes: kernels are compiled for addresses that are multiples of 16
 
 
 def _zero(device: torch.device) -> Tensor:
@@ -126,4 +125,4 @@ def _one_of(device: torch.device, stream: int) -> Tensor:
 
 
 def _zeros(device: torch.device) -> Tensor:
-    return torch.zeros(_NUMBERS, _ALIGNED, dtype=torch.float32, device=device)
+    return torch.zeros(_NUMBERS, aligned_fp32(1), dtype=torch.float32, device=device)
