@@ -251,7 +251,7 @@ def _write(part: Fragment, row: Face | Tensor | None, column: Face | Tensor | No
                 "quantize_master_weights: the columnwise face is made of the rowwise one, which "
                 "was not made"
             )
-        whole_column = quantizer.of_rowwise(whole_row, weight.dtype, part.context)
+        whole_column = quantizer.derive_columnwise(whole_row, weight.dtype, part.context)
     faces = None if weight.rowwise is None else whole_row, whole_column
     overwrite_("quantize_master_weights", weight, faces)
     weight.high_precision.release_original()  # the masters are the caller's

@@ -369,7 +369,7 @@ def columnwise_of_stored(
     """
     if isinstance(quantizer, HybridQuantizer):
         if quantizer.derives_columnwise:
-            return quantizer.of_rowwise(row, dtype, context)
+            return quantizer.derive_columnwise(row, dtype, context)
     elif row.format.is_square and row.scale is not None:
         return transposed(row)
     values = face_values(row, torch.float32)

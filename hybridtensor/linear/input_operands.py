@@ -308,4 +308,4 @@ def _of_tokens(
             f"grad_weight: {input!r} cannot give the columnwise face of tokens of experts that {config} "
             "needs; give the layer the tokens themselves"
         )
-    return Operand(row, quantizer.of_rowwise(row, input.dtype, context))
+    return Operand(row, quantizer.derive_columnwise(row, input.dtype, context))

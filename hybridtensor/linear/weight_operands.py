@@ -225,7 +225,7 @@ class RequantizedWeight(GivenWeight):
 
     def columnwise(self, saved: list[Tensor]) -> Face:
         row, context = super().columnwise(saved), self._context._replace(after=self._after)
-        return self._quantizer.of_rowwise(row, self._dtype, context)
+        return self._quantizer.derive_columnwise(row, self._dtype, context)
 
 
 def weight_operand(

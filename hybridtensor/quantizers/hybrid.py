@@ -163,13 +163,13 @@ class HybridQuantizer(CastQuantizer):
             of_column, OneFormatQuantizer
         ):
             return None
-        of_rowwise = columnwise and self.derives_columnwise
+        derived = columnwise and self.derives_columnwise
         row = column = None
-        if rowwise or of_rowwise:
+        if rowwise or derived:
             row = of_row.cast(context._replace(direction="rowwise"))
         if columnwise:
             column = of_column.cast(context._replace(direction="columnwise")).for_columnwise()
-        if not of_rowwise:
+        if not derived:
             return CastRequest(row, column)
         return CastRequest(row if rowwise else None, column, row, dtype)
 
@@ -180,22 +180,22 @@ class HybridQuantizer(CastQuantizer):
             return self.rowwise.faces(
                 x, rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
             )
-        of_rowwise = columnwise and self.derives_columnwise
-        if of_rowwise:  # which reads elements
+        derived = columnwise and self.derives_columnwise
+        if derived:  # which reads elements
             context = context._replace(values=(False, False))
         row = column = None
-        if rowwise or of_rowwise:  # transient if not asked for
+        if rowwise or derived:  # transient if not asked for
             of_row = context._replace(direction="rowwise")
             row = one_face(self.rowwise, x, "rowwise", dtype, of_row)
-        if of_rowwise and row is not None:
-            column = self.of_rowwise(row, dtype, context)
+        if derived and row is not None:
+            column = self.derive_columnwise(row, dtype, context)
         elif columnwise:
             of_column = context._replace(direction="columnwise")
             column = one_face(self.columnwise, x, "columnwise", dtype, of_column)
         return row if rowwise else None, column
 
-    def of_rowwise(self, row: Face, dtype: torch.dtype, context: Context) -> Face:
-        """Return the columnwise face requantized from the rowwise data."""
+    def derive_columnwise(self, row: Face, dtype: torch.dtype, context: Context) -> Face:
+        """Return the columnwise face requantized from the rowwise data, or these data, dequantized when used."""
         if isinstance(self.columnwise, IdentityQuantizer):
             return columnwise_of(row, dtype)
         values, context = rowwise_values(row, dtype), context._replace(direction="columnwise")
@@ -220,7 +220,7 @@ def by_direction(quantizer: Quantizer) -> tuple[Quantizer, Quantizer, bool]:
 
 def is_its_transpose(quantizer: Quantizer) -> bool:
     """Return whether the columnwise face is the transpose of the rowwise one."""
-    row, column, of_rowwise = by_direction(quantizer)
+    row, column, derived = by_direction(quantizer)
     # Stochastic rounding draws for each face by itself.
-    alike = row == column and not of_rowwise and not quantizer.stochastic
+    alike = row == column and not derived and not quantizer.stochastic
     return alike and quantizer.rowwise_format.is_square

@@ -61,7 +61,7 @@ METHODS_OF_OTHERS = {
     ),
     *(
         "amaxes",
-        "of_rowwise",
+        "derive_columnwise",
         "quantized",
         "request",
         "require",

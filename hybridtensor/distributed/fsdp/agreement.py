@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 Measure = Callable[[Tensor, Tensor], object]
 """Writes the amaxes of the first tensor into the second one, which holds zeros."""
 
-Place: TypeAlias = tuple[object, ...]
-"""Where and how a tensor lies, to compare."""
+MemoryKey: TypeAlias = tuple[object, ...]
+"""The address, layout, dtype and device of a tensor."""
 
 _OF_TENSOR = CastRequest(Cast(FP8_E4M3_TENSOR))
 
@@ -149,7 +149,7 @@ class Exchange:
         self._amaxes = [
             part.view(plan.amaxes) for part, plan in zip(self._parts, self._plans, strict=True)
         ]
-        self._measures: dict[int, tuple[Place, Measure]] = {}
+        self._measures: dict[int, tuple[MemoryKey, Measure]] = {}
 
     def is_of(self, shards: list[Shard]) -> bool:
         """Return whether this exchange was built for those shards and their present local tensors."""
@@ -186,16 +186,16 @@ class Exchange:
             torch._foreach_copy_(outs, [amax for amax, _ in found])
 
     def _measure(self, index: int, shard: Shard, values: Tensor) -> None:
-        """Compute the amaxes of one shard; the prepared cast is cached by ``place_of``."""
-        place, known = place_of(values), self._measures.get(index)
-        if known is None or known[0] != place:
-            known = place, _prepared(shard.plan, shard.sharded.rank, values)
+        """Compute the amaxes of one shard; the prepared cast is cached by ``memory_key``."""
+        key, known = memory_key(values), self._measures.get(index)
+        if known is None or known[0] != key:
+            known = key, _prepared(shard.plan, shard.sharded.rank, values)
             self._measures[index] = known
         known[1](values, self._parts[index])
 
 
-def place_of(tensor: Tensor) -> Place:
-    """Return a tensor's address, layout, dtype and device: a prepared cast serves any tensor with the same key."""
+def memory_key(tensor: Tensor) -> MemoryKey:
+    """Return the key of a tensor's memory: a prepared cast serves any tensor with the same key."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtensor.distributed.fsdp.agreement import Place, place_of
+from hybridtensor.distributed.fsdp.agreement import MemoryKey, memory_key
 from hybridtensor.distributed.fsdp.plan import DIRECTIONS, ROW, Piece, Plan, pieces, stack_pieces
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.distributed.fsdp.torch_compat import alloc_storage, free_storage
@@ -136,7 +136,7 @@ class WeightPayload:
         self.tensors: dict[str, list[Tensor]] = {}
         self.alike: dict[tuple[str, int], Tensor] = {}
         self._cast: PayloadCast | None = None
-        self._inputs: tuple[Place | None, tuple[object, ...]] = None, ()
+        self._inputs: tuple[MemoryKey | None, tuple[object, ...]] = None, ()
         for name in sending.names:
             self.tensors[name] = [
                 memory[slot.begin : slot.begin + slot.piece.nbytes]
@@ -166,7 +166,7 @@ class WeightPayload:
         # a new tensor needs a new cast even if its values are equal.
         known, inputs = self._inputs
         same = (
-            known == place_of(part)
+            known == memory_key(part)
             and len(inputs) == len(others)
             and all(map(operator.is_, inputs, others))
         )
@@ -175,8 +175,8 @@ class WeightPayload:
     def cache_cast(
         self, cast: PayloadCast | None, part: Tensor, others: tuple[object, ...]
     ) -> None:
-        """Record the cast of ``part``, by its place in memory, and ``others``."""
-        self._cast, self._inputs = cast, (place_of(part), others)
+        """Record the cast of ``part``, by its memory, and ``others``."""
+        self._cast, self._inputs = cast, (memory_key(part), others)
 
     def fill(self, name: str, face: Face, first: int, rows: int) -> None:
         """Copy rows ``first`` to ``first + rows`` of a quantized face into the payload; of a stack all of it."""

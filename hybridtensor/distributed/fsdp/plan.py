@@ -73,7 +73,8 @@ class Plan:
         rows: ``n``; of the largest shard where they are uneven. Of a stack ``e``.
         columns: ``K``; of a stack the elements of an expert.
         whole: The values are sent as they are, whichever face is wanted: FSDP2 takes nothing else for such shards.
-        of_rowwise: Whether the columnwise face is made of what the rowwise one holds, by shards or after the gather.
+        derives_columnwise: Whether the columnwise face is made of what the rowwise one holds, by shards or after the
+            gather.
         read: Whether forward reads the values, too.
         matrix: ``(N, K)`` of each expert, as linear layers have them, if this is a stack; or None.
     """
@@ -85,7 +86,7 @@ class Plan:
     rows: int
     columns: int
     whole: str = ""
-    of_rowwise: bool = False
+    derives_columnwise: bool = False
     read: bool = False
     matrix: tuple[int, int] | None = None
 
@@ -213,7 +214,7 @@ def make_plan(
     """Return the plan of a weight ``(N, K)`` sharded along ``dim``; ``turned`` if stored ``[K, N]``; ``reader``
     reads its values; ``persistent`` if shards keep both faces and send what they keep."""
     quantizer: Quantizer = config.weight
-    row_quantizer, column_quantizer, of_rowwise = by_direction(quantizer)
+    row_quantizer, column_quantizer, derived = by_direction(quantizer)
     whole, rows = "", -(-size[0] // num_ranks)
     if dim != 0:
         whole, rows = (
@@ -229,14 +230,14 @@ def make_plan(
     row = face_plan(row_quantizer, ROW, rows, num_ranks)
     column = face_plan(column_quantizer, COLUMN, rows, num_ranks)
     columns = size[1] if dim == 0 and not turned else size[1] // num_ranks
-    if of_rowwise:
-        column = of_rowwise_plan(row, column, row_quantizer)
+    if derived:
+        column = derived_plan(row, column, row_quantizer)
         if not whole and not persistent and _is_smaller(row, column, rows, columns):
             column = FacePlan(ROW, column.format)
     if "blocks" in (row.reduce, column.reduce):
         row, column = _one_exchange(row, column)
     transposed = is_its_transpose(quantizer) or row.kind == column.kind == "values"
-    return Plan(row, column, transposed, num_ranks, rows, columns, whole, of_rowwise, bool(reader))
+    return Plan(row, column, transposed, num_ranks, rows, columns, whole, derived, bool(reader))
 
 
 def face_plan(quantizer: Quantizer, direction: str, rows: int, num_ranks: int) -> FacePlan:
@@ -300,7 +301,7 @@ def _one_exchange(row: FacePlan, column: FacePlan) -> tuple[FacePlan, FacePlan]:
     return made[0], made[1]
 
 
-def of_rowwise_plan(row: FacePlan, column: FacePlan, row_quantizer: Quantizer) -> FacePlan:
+def derived_plan(row: FacePlan, column: FacePlan, row_quantizer: Quantizer) -> FacePlan:
     """Return the plan of a columnwise face that is requantized from the rowwise data."""
     if row.kind == column.kind == "values":
         return column

@@ -11,9 +11,9 @@ from hybridtensor.distributed.fsdp.plan import (
     COLUMN,
     ROW,
     Plan,
+    derived_plan,
     face_plan,
     make_plan,
-    of_rowwise_plan,
 )
 from hybridtensor.distributed.fsdp.torch_compat import ShardedParam
 from hybridtensor.linear.kinds import is_linear
@@ -86,12 +86,12 @@ def _stack_plan(
         whole, rows = f"Shard({dim}): parts of every expert", count
     elif count % num_ranks:
         whole = f"{count} experts on {num_ranks} ranks: FSDP2 takes one tensor of the padded shard's shape"
-    row_quantizer, column_quantizer, of_rowwise = by_direction(config.weight)
+    row_quantizer, column_quantizer, derived = by_direction(config.weight)
     # one rank's plan: no expert shares a scale with another one
     row = face_plan(row_quantizer, ROW, matrix[0], 1)
     column = face_plan(column_quantizer, COLUMN, matrix[0], 1)
-    if of_rowwise:
-        column = of_rowwise_plan(row, column, row_quantizer)
+    if derived:
+        column = derived_plan(row, column, row_quantizer)
     values = row.kind == column.kind == "values"
     elements = math.prod(matrix) // (1 if dim == 0 else num_ranks)
-    return Plan(row, column, values, num_ranks, rows, elements, whole, of_rowwise, matrix=matrix)
+    return Plan(row, column, values, num_ranks, rows, elements, whole, derived, matrix=matrix)

@@ -36,8 +36,8 @@ class Part(NamedTuple):
         values, plan, first = self.values, self.plan, 0
         context = self.context()
         amaxes = None if plan.reduce is None else self.amaxes  # those of another recipe
-        of_rowwise = plan.of_rowwise and columnwise
-        if amaxes is not None and (plan.reduce == "blocks" or of_rowwise):
+        derived = plan.derives_columnwise and columnwise
+        if amaxes is not None and (plan.reduce == "blocks" or derived):
             values, first = _with_amaxes(values, plan, self.rank, amaxes)
             context = context._replace(first_row=(context.first_row or 0) - first)
         elif amaxes is not None:
@@ -57,8 +57,8 @@ class Part(NamedTuple):
             return None
         if self.amaxes is not None and plan.reduce is not None:
             other = any(face.reduce not in (None, plan.reduce) for face in (plan.row, plan.column))
-            of_rowwise = plan.of_rowwise and columnwise
-            if of_rowwise or other or plan.reduce == "blocks":
+            derived = plan.derives_columnwise and columnwise
+            if derived or other or plan.reduce == "blocks":
                 return None
             context = context._replace(amaxes=_by_face(plan, self.amaxes))
         # Key and step are drawn for each cast, which prepared inputs would repeat.

@@ -317,7 +317,7 @@ class Shard:
         quantizer: Any = self.config.weight
         with uncounted_writes(faces.of(COLUMN)):
             context = self._context(self.sharded.tensor)
-            made = quantizer.of_rowwise(faces.plain(ROW), self.cast_dtype, context)
+            made = quantizer.derive_columnwise(faces.plain(ROW), self.cast_dtype, context)
             faces.copy_from((None, made))
 
     def _context(self, tensor: Any) -> Context:

@@ -71,7 +71,7 @@ class SequenceGather(NamedTuple):
     def _column_of(self, row: Face, dtype: torch.dtype) -> Face:
         """Return the columnwise face requantized from the whole rowwise one."""
         if self.plan.column == "rowwise" and isinstance(self.quantizer, HybridQuantizer):
-            return self.quantizer.of_rowwise(row, dtype, self.context)
+            return self.quantizer.derive_columnwise(row, dtype, self.context)
         return transposed(row)
 
     def _context(self, matrix: Tensor) -> Context:

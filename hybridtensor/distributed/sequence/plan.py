@@ -43,7 +43,7 @@ def sequence_plan(quantizer: Quantizer, tokens: int, num_ranks: int) -> Sequence
 
 @functools.lru_cache(maxsize=1024)
 def _sequence_plan(quantizer: Quantizer, tokens: int, num_ranks: int) -> SequencePlan:
-    row_quantizer, column_quantizer, of_rowwise = by_direction(quantizer)
+    row_quantizer, column_quantizer, derived = by_direction(quantizer)
     row = face_plan(row_quantizer, ROW, tokens, num_ranks)
     column = face_plan(column_quantizer, COLUMN, tokens, num_ranks)
     if row.kind == "values":
@@ -51,7 +51,7 @@ def _sequence_plan(quantizer: Quantizer, tokens: int, num_ranks: int) -> Sequenc
     if row.kind == "whole" or row.reduce == "blocks":
         return SequencePlan("values", reason=row.reason or _cut(row, tokens))
     row_reduces = row.reduce == "tensor"
-    if of_rowwise:
+    if derived:
         return SequencePlan("rowwise", row.reduce, row_reduces)
     if is_its_transpose(quantizer):
         return SequencePlan("transposed", row.reduce, row_reduces)

@@ -152,7 +152,7 @@ class GroupedCast:
         m, k = key.shape[-2:]
         rows = m if key.tokens else count * m
         self._amaxes = rows if row.per_row else count, count * k if column.per_row else count
-        self._task = task = _task(key, faces, of_rowwise=source is not None)
+        self._task = task = _task(key, faces, requantizes=source is not None)
         # Blocks of rows that only pad are not written
         self._clears = key.tokens and request.row is not None and row.side > 1
         given = key.row_amax, key.column_amax
@@ -244,12 +244,12 @@ def _readable_strides(shape: torch.Size) -> tuple[int, ...]:
     return (width, 1) if len(shape) == 2 else (shape[1] * width, width, 1)
 
 
-def _task(key: _Key, faces: tuple[KernelFace, KernelFace], *, of_rowwise: bool) -> KernelTask:
+def _task(key: _Key, faces: tuple[KernelFace, KernelFace], *, requantizes: bool) -> KernelTask:
     *_, dtype = key.request
     m, k = key.shape[-2:]
     matrix = Matrix(None, key.strides[-2], key.strides[-1], m, k)
     pitch = padded_rows(m, key.groups) if key.tokens else 0
-    tile = tile_of(*faces, of_rowwise)
+    tile = tile_of(*faces, requantizes)
     tiling = Tiling.of(
         tile,
         matrix._replace(M=max(pitch, m)),
@@ -278,7 +278,7 @@ def _task(key: _Key, faces: tuple[KernelFace, KernelFace], *, of_rowwise: bool) 
         tiling=tiling,
         faces=faces,
         outputs=outputs,
-        source_dtype=(dtype or key.dtype) if of_rowwise else None,
+        source_dtype=(dtype or key.dtype) if requantizes else None,
         several=Several(key.tokens, 0 if key.tokens else key.strides[0], pitch, sizes[0], sizes[1]),
     )
 

@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtensor.ops.cast.lists import AmaxBuffer, FaceBuffers, ListCast, ListMeasurement, Place
+from hybridtensor.ops.cast.lists import (
+    AmaxBuffer,
+    BufferView,
+    FaceBuffers,
+    ListCast,
+    ListMeasurement,
+)
 from hybridtensor.ops.cast.multi_tensor import (
     cast_alone,
     measure_all,
@@ -41,7 +47,7 @@ class Written(NamedTuple):
     """
 
     sizes: list[tuple[int, torch.dtype]]
-    places: list[list[tuple[int, Place]]]
+    places: list[list[tuple[int, BufferView]]]
 
     def empty(self, device: torch.device) -> list[Tensor]:
         """Allocate the buffers."""
@@ -74,7 +80,7 @@ def faces_written(
     return Written(sizes, places)
 
 
-def _records(count: int, size: int) -> list[Place]:
+def _records(count: int, size: int) -> list[BufferView]:
     return [((size,), (1,), index * aligned_fp32(size)) for index in range(count)]
 
 

@@ -24,7 +24,7 @@ _ALIGNED = 128  # entries, of which the tensors of faces begin at multiples
 
 Amaxes = tuple[Tensor, Tensor]
 """Of the rowwise and of the columnwise face."""
-Place = tuple[tuple[int, ...], tuple[int, ...], int]
+BufferView = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and offset of a tensor in a buffer."""
 
 
@@ -150,7 +150,7 @@ class AmaxBuffer:
         rooms = [aligned_fp32(size) for pair in sizes for size in pair]
         ends = list(itertools.accumulate(rooms, initial=0))
         self.starts, self.size = list(zip(ends[:-1:2], ends[1::2], strict=True)), ends[-1]
-        self.places: list[tuple[Place, Place]] = []
+        self.places: list[tuple[BufferView, BufferView]] = []
         for (of_row, of_column), (rows, columns) in zip(self.starts, sizes, strict=True):
             first = (rows,), (1,), of_row
             second = first if self.is_shared else ((columns,), (1,), of_column)
@@ -186,7 +186,9 @@ class ListMeasurement(List):
         """Measure all matrices, and return the amaxes of the first one, from which those of the others are apart."""
         return self._views(xs, self._amaxes.places[:1])[0]
 
-    def _views(self, xs: Sequence[Tensor], places: list[tuple[Place, Place]]) -> list[Amaxes]:
+    def _views(
+        self, xs: Sequence[Tensor], places: list[tuple[BufferView, BufferView]]
+    ) -> list[Amaxes]:
         amaxes = torch.zeros(self._amaxes.size, dtype=torch.float32, device=xs[0].device)
         self.run_into(xs, amaxes)
         found: list[Amaxes] = []
@@ -328,7 +330,7 @@ class FaceBuffers:
         starts: list[Any] = list(ends)
         if outs is not None:
             starts = [_apart(tuple(out[number] for out in outs)) for number in range(self.count)]
-        self.places: list[list[Place]] = [
+        self.places: list[list[BufferView]] = [
             [
                 (layout.shape, layout.strides, of_buffer[i])
                 for layout, of_buffer in zip(of_matrix, starts, strict=True)

@@ -200,13 +200,13 @@ _DRAWN_COLUMN_ALONE_TILE = Tile(128, 16, 8, 16, 1, None, fuses=False)  # no warp
 _REQUANTIZING_REGISTERS = 168
 
 
-def tile_of(row: KernelFace, column: KernelFace, of_rowwise: bool) -> Tile:
+def tile_of(row: KernelFace, column: KernelFace, requantizes: bool) -> Tile:
     """Return the tile that suits the formats, such that all scale blocks lie in one tile."""
     if row.draws_signs:
         return _DRAWN_ROW_TILE
     if column.draws_signs:
         return _DRAWN_COLUMN_ALONE_TILE if row.kind == NONE else _DRAWN_COLUMN_TILE
-    tile = _tile_of(row, column, of_rowwise)
+    tile = _tile_of(row, column, requantizes)
     if {row.rule, column.rule} & {LEAST_ABSOLUTE, LEAST_SQUARED}:
         # errors are compared to the last bit
         tile = _CHOOSING_TILE if tile.rows == _CHOOSING_TILE.rows else tile
@@ -214,7 +214,7 @@ def tile_of(row: KernelFace, column: KernelFace, of_rowwise: bool) -> Tile:
     return tile
 
 
-def _tile_of(row: KernelFace, column: KernelFace, of_rowwise: bool) -> Tile:
+def _tile_of(row: KernelFace, column: KernelFace, requantizes: bool) -> Tile:
     kinds = {face.kind for face in (row, column)} - {NONE}
     fp4 = bool(kinds & _FP4)
     if BLOCK in kinds:
@@ -223,11 +223,11 @@ def _tile_of(row: KernelFace, column: KernelFace, of_rowwise: bool) -> Tile:
         return _FP8_TILE
     elif row.rotated or column.rotated:
         tile = _ROTATED_TILE
-    elif kinds == {MXFP4} and not (of_rowwise or _is_square_or_drawn(row, column)):
+    elif kinds == {MXFP4} and not (requantizes or _is_square_or_drawn(row, column)):
         tile = _MXFP4_TILE
     else:
         tile = _NVFP4_TILE if kinds <= _FP4 else _MIXED_TILE
-    if not of_rowwise:
+    if not requantizes:
         return tile
     spills = row.rotated or max(row.stream, column.stream) >= 0  # hundreds of registers
     spills |= tile is _BLOCK_TILE and (fp4 or row.kind not in (BLOCK, MX))
