@@ -28,18 +28,8 @@ from hybridtensor.distributed.checkpoint.folders import move_into_place, new_fol
 from hybridtensor.distributed.checkpoint.plain import StateDict
 from hybridtensor.distributed.checkpoint.planners import HybridSavePlanner
 from hybridtensor.ranks import TIMEOUT, Ranks
-from hybridtensor.untrusted.files import (
-    digest_file,
-    sync_folder,
-    write_synced,
-)
-from hybridtensor.untrusted.manifest import (
-    MANIFEST,
-    Manifest,
-    root_folder,
-    step_path,
-    versions,
-)
+from hybridtensor.untrusted.files import digest_file, sync_folder, write_synced
+from hybridtensor.untrusted.manifest import MANIFEST, Manifest, root_folder, step_path, versions
 from hybridtensor.untrusted.metadata import METADATA, Writer
 
 
@@ -273,7 +263,7 @@ def _planned(
     state: StateDict,
     options: _Options,
 ) -> Iterator[_Write]:
-    """Plan which rank writes what; remove the unfinished folder on failure."""
+    """Yield the planned step; remove its unfinished folder on failure, also of what runs inside."""
     folder: Path | None = None
     try:
         root, entries = ranks.each(lambda: _given(ranks.who, directory, step, state, options))
@@ -283,7 +273,7 @@ def _planned(
         planner, plans = _checked_plans(ranks, entries, options)
         # Only now: a state that is refused leaves no folder
         folder = ranks.first(lambda: new_folder(ranks.who, root, step, options.overwrite))
-        yield _plan(ranks, root, folder, step, entries, planner, plans)
+        yield _new_write(ranks, root, folder, step, entries, planner, plans)
     except BaseException:
         if folder is not None and ranks.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -330,7 +320,7 @@ def _checked_plans(
     return planner, plans
 
 
-def _plan(
+def _new_write(
     ranks: Ranks,
     root: Path,
     folder: Path,
@@ -339,15 +329,9 @@ def _plan(
     planner: HybridSavePlanner,
     plans: list[SavePlan],
 ) -> _Write:
-    manifest = Manifest(
-        step,
-        ranks.size,
-        versions(),
-        entries.kinds,
-        entries.weights,
-        entries.recipes,
-        entries.groups,
-    )
+    """Plan on all ranks together what each of them writes."""
+    named = entries.kinds, entries.weights, entries.recipes, entries.groups
+    manifest = Manifest(step, ranks.size, versions(), *named)
     # The other steps of ``dcp.save`` in their order, with our collectives in between, where an error of
     # one rank reaches all. A torch that asks planners or writers for another order fails here.
     writer = Writer(folder)
