@@ -168,7 +168,7 @@ class Exchange:
             if shard.plan.reduce != "tensor":
                 self._measure(index, shard, values)
             shard.amaxes, shard.order = self._amaxes[index], self._order
-            shard.seen = None  # another rank may have written its part
+            shard.contents = None  # another rank may have written its part
         # One collective for all weights under the root: per weight, latency would be paid before
         # each gather.
         dist.all_reduce(self._all, dist.ReduceOp.MAX, group=self._shards[0].sharded.process_group)

@@ -162,7 +162,9 @@ class Bundle:
         elif caches and payload.generation != generation:
             pairs = zip(self._shards, payload.weights, strict=True)
             old = [
-                i for i, (shard, of_weight) in enumerate(pairs) if of_weight.seen is not shard.seen
+                i
+                for i, (shard, of_weight) in enumerate(pairs)
+                if of_weight.contents is not shard.contents
             ]
             self._quantize(payload, old, parts, caches=True)
             payload.generation = generation
@@ -262,7 +264,7 @@ class Bundle:
             payload.cast(casts, values)
         if caches:
             for index in chosen:
-                payload.weights[index].seen = self._shards[index].seen
+                payload.weights[index].contents = self._shards[index].contents
 
     def _payload_cast(
         self, shard: Shard, of_weight: WeightPayload, part: MasterWeight

@@ -114,7 +114,7 @@ class WeightGroup:
             if shard.check_writes(part, adopts=adopts):
                 self._generation += 1
         for shard, part in zip(self.shards, parts, strict=True):
-            if shard.seen is None:  # magnitudes were reduced for a later one
+            if shard.contents is None:  # amaxes were reduced for a later one
                 shard.check_writes(part, adopts=adopts)
                 self._generation += 1
         sharded.reshard_to_all_ranks()

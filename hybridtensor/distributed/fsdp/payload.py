@@ -131,7 +131,7 @@ class WeightPayload:
 
     def __init__(self, sending: Sending, slots: Sequence[Slot], memory: Tensor) -> None:
         self.sending, self._slots = sending, slots
-        self.seen: object = None
+        self.contents: object = None
         self.source: weakref.ref[Tensor] | None = None
         self.tensors: dict[str, list[Tensor]] = {}
         self.alike: dict[tuple[str, int], Tensor] = {}

@@ -53,7 +53,7 @@ class Shard:
         exchange: Reduces the amaxes of all shards, if this is the first of them; or None.
         agreed: Recipe that all ranks were found to have.
         reduced: Key of the shard's contents (``written``) when ``amaxes`` were reduced.
-        seen: State that the last gather depended on, see ``check_writes``; None if unknown.
+        contents: Key of what the last gather sent, see ``check_writes``; None if unknown.
         replayed: Whether a CUDA graph writes the weight, or its scales, uncounted.
         gathers: Each kind of gather of the weight's group, by the requested faces; shared by the group.
         prepared: The local shard and the first hook's result as the group prepared them; the result is None if the
@@ -71,7 +71,7 @@ class Shard:
         self.exchange: Exchange | None = None
         self.agreed: HybridConfig | None = None
         self.reduced: tuple[object, ...] | None = None
-        self.seen: tuple[object, ...] | None = None
+        self.contents: tuple[object, ...] | None = None
         self.replayed = False
         self.gathers: dict[tuple[bool, bool], Gather] = {}
         self.prepared: tuple[Weight, HookResult | None] | None = None
@@ -123,12 +123,12 @@ class Shard:
         layer = record.layer
         # The record itself, so that nothing else gets its address; and the DTensor's version, which
         # graphs increment
-        seen: tuple[object, ...] = record, config, layer
+        contents: tuple[object, ...] = record, config, layer
         # Nothing that a persistent weight sends is cached, so that its writes need not be noticed.
         if isinstance(part, MasterWeight):
             scales = getattr(layer, "version", None)
-            seen = record, config, layer, self.sharded.version, part.version, scales
-        if seen == self.seen and config is self.config:
+            contents = record, config, layer, self.sharded.version, part.version, scales
+        if contents == self.contents and config is self.config:
             return False
         if adopts or not self.has_recipe:
             self.adopt(part.recipe)
@@ -139,10 +139,10 @@ class Shard:
         self.replayed = record.replayed or getattr(layer, "replayed", False)
         if self.common is not None and isinstance(part, MasterWeight):
             # also writes of the other weights with this common scale
-            seen = (*seen[:-1], part.state_version)
-            if seen == self.seen:
+            contents = (*contents[:-1], part.state_version)
+            if contents == self.contents:
                 return False
-        self.seen = seen
+        self.contents = contents
         if isinstance(layer, LayerState) and layer.record is not None:
             layer.record.settle_gathers()
         return True
