@@ -332,9 +332,8 @@ def _take_weight(tensors: dict[str, Tensor], name: str, description: Description
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(
-        name
-    )
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    found = known.get(name)
     if found is None:
         raise ValueError(f"{name!r} is no high-precision dtype")
     return found

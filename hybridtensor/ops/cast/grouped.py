@@ -169,9 +169,9 @@ class GroupedCast:
             self._plan = Planning(key.groups, m, task.tiling.constants.BM)
         self._measurement = _Measurement(task, wanted, self._amaxes) if any(wanted) else None
         passes = int(self._measurement is not None)
-        self._measure_dequantized = None
+        self._measure_source = None
         if source is not None and measured[1]:
-            self._measure_dequantized = CastLaunch(
+            self._measure_source = CastLaunch(
                 task,
                 column=column.as_amax(AMAX_ROW if column.per_row else AMAX),
                 store=False,
@@ -207,9 +207,9 @@ class GroupedCast:
                 row_amax = inputs.row_amax
             if inputs.column_amax is not None:
                 column_amax = inputs.column_amax
-            if self._measure_dequantized is not None:
+            if self._measure_source is not None:
                 column_amax = torch.zeros(self._amaxes[1], dtype=torch.float32, device=x.device)
-                self._measure_dequantized(x, ([], []), (row_amax, column_amax), inputs, plan)
+                self._measure_source(x, ([], []), (row_amax, column_amax), inputs, plan)
             if inputs[0] is inputs[1] is inputs[2] is None and not inputs[3]:
                 inputs = NO_INPUTS  # most casts need nothing but amaxes
             self._cast(x, (row, column), (row_amax, column_amax), inputs, plan)

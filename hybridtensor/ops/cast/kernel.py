@@ -209,19 +209,17 @@ class KernelCast(PreparedCast):
         self.wanted = measured[0], measured[1] and source is None
         self._measurement = self._new_measurement(self.wanted) if any(self.wanted) else None
         passes = int(self._measurement is not None)
-        self.measure_dequantized = None
+        self.measure_source = None
         if source is not None and measured[1]:
             # Rounding is monotone: under one scale, the largest value becomes the largest, and is cast alone.
             self.by_largest = (
                 row.kind == TENSOR and column.kind in (TENSOR, NVFP4) and not column.rotated
             )
-            self.measure_dequantized = self._dequantized_measurement(reverse=passes == 1)
+            self.measure_source = self._source_measurement(reverse=passes == 1)
             passes += not self.by_largest
         recorded = key.record_dtype is not None
         needs_state = key.scaled or recorded or draws or key.prologue is not None
-        self._needs_amaxes_only = not (
-            needs_state or passes or self.measure_dequantized is not None
-        )
+        self._needs_amaxes_only = not (needs_state or passes or self.measure_source is not None)
         records = recorded and row.kind == GIVEN, recorded and column.kind == GIVEN
         once = source is not None or not records[0]  # both faces of a matrix have its amax
         self.cast = CastLaunch(
@@ -310,7 +308,7 @@ class KernelCast(PreparedCast):
         """A second measurement, compiled separately for addresses of another alignment."""
         return self._new_measurement(self._measurable())
 
-    def _dequantized_measurement(self, *, reverse: bool) -> CastLaunch:
+    def _source_measurement(self, *, reverse: bool) -> CastLaunch:
         """Return the launch that measures the columnwise face's amaxes from the dequantized rowwise face."""
         column = self.task.faces[1]
         face = column.as_amax(AMAX_ROW if column.per_row else AMAX)
@@ -330,7 +328,7 @@ class KernelCast(PreparedCast):
         """Measure missing amaxes, and cast a matrix that kernels can read, on the current device."""
         if self._draws_signs:
             check_draws(self.request, inputs)
-        if inputs is NO_INPUTS and self.measure_dequantized is None:  # most are
+        if inputs is NO_INPUTS and self.measure_source is None:  # most are
             amaxes = (x, x) if self._measurement is None else self._measurement.run(x)
             self.cast(x, outs, amaxes, inputs)
             return
@@ -349,14 +347,14 @@ class KernelCast(PreparedCast):
             row_amax = inputs.row_amax
         if inputs.column_amax is not None:
             column_amax = inputs.column_amax
-        if self.measure_dequantized is not None:
+        if self.measure_source is not None:
             size = self.key.shape[1] if self.task.faces[1].per_row else 1
             column_amax = torch.zeros(size, dtype=torch.float32, device=x.device)
             seen, of_it = x, inputs
             if self.by_largest:
                 # The largest value alone is cast, in place of the matrix.
                 seen, of_it = row_amax, inputs._replace(prologue=None)
-            self.measure_dequantized(seen, ([], []), (row_amax, column_amax), of_it)
+            self.measure_source(seen, ([], []), (row_amax, column_amax), of_it)
         self.cast(x, outs, (row_amax, column_amax), inputs)
 
     @functools.cached_property
