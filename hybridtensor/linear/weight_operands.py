@@ -2,9 +2,10 @@
 
 | class | from |
 |---|---|
-| ``Operand`` | a persistent weight, whose faces are the parameter |
+| ``GivenWeight`` | a persistent weight, whose faces are the parameter |
 | ``MasterOperand`` | a weight in high precision in eager code, whose faces are cached or quantized when needed |
 | ``TracedMaster`` | the same in a graph: forward and backward each quantize one face |
+| ``Operand`` | the same under ``keep_faces="always"``: forward quantizes both faces |
 | ``RequantizedWeight`` | a persistent weight whose columnwise face backward requantizes with random signs |
 | ``GatheredWeight`` | a weight whose columnwise face FSDP2 gathers again for backward |
 """
@@ -176,7 +177,7 @@ class TracedMaster(Operand):
 
 
 class GivenWeight(Operand):
-    """A weight whose faces came with it."""
+    """A weight whose faces came with it: persistent, or gathered by FSDP2."""
 
     __slots__ = ()
     is_given = True

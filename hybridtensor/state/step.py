@@ -78,11 +78,11 @@ def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
     training = training_of(model)
     training.lost.require_none(model, states)
     with torch.no_grad():
-        every = list(dict.fromkeys(state.ranks for state in states))
+        trained_by = list(dict.fromkeys(state.ranks for state in states))
         if not states and not training.steps:
-            # It takes part in the comparison of scales, which is once, too: the others would wait for it.
-            every = ranks_without_state(model)
-        for ranks in every:
+            # A model without state takes part in the first comparison of scales: other ranks, with state, wait for it.
+            trained_by = ranks_without_state(model)
+        for ranks in trained_by:
             _update_scales(model, [state for state in states if state.ranks == ranks], ranks)
         counters = [state.rounding[1] for state in states if state.rounding is not None]
         if counters:
@@ -189,11 +189,11 @@ def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRa
     lineages = next_lineages(states)
     fold_amaxes(states)
     groups = _groups(model, states, ranks)
-    begins = [_check_same_scales(model, states, group) for group in groups]
+    compared = [_check_same_scales(model, states, group) for group in groups]
     for device in dict.fromkeys(required(state.encode_scale).device for state in states):
         of_device = [state for state in states if required(state.encode_scale).device == device]
         _update_on_device(model, of_device, groups, lineages)
-    if any(begins) and not is_captured():
+    if any(compared) and not is_captured():
         find_siblings(states)
 
 

@@ -130,7 +130,7 @@ class FaceCache:
         return self._views.get((place, stream), _NOTHING)
 
     def begin(self, stamp: Stamp, stream: int, *, forward: bool) -> None:
-        """Invalidate faces with another stamp."""
+        """Release all faces and take another stamp; a ``forward`` also ends the step before the write."""
         self._stamp, self.stream, self.awaits_column = stamp, stream, False
         self.last_use = None
         self._views = {}
