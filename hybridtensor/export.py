@@ -26,14 +26,13 @@ from hybridtensor.arguments import (
     require_timeout,
 )
 from hybridtensor.distributed.checkpoint.plain import named_buffers, named_parameters
-from hybridtensor.distributed.checkpoint.ranks import together
 from hybridtensor.dtensor import local, with_local
 from hybridtensor.formats import get_format
 from hybridtensor.inference.stored import require_scales
 from hybridtensor.layers import is_of_no_layer
 from hybridtensor.ops import Face
 from hybridtensor.optim import MasterWeights
-from hybridtensor.ranks import TIMEOUT
+from hybridtensor.ranks import TIMEOUT, together
 from hybridtensor.state import weight_of_state
 from hybridtensor.subclasses import (
     FaceTensor,

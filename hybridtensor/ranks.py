@@ -13,6 +13,9 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from hybridtensor.arguments import require_group, require_timeout
 from hybridtensor.printed import some
@@ -203,6 +206,24 @@ class Ranks:
             f"{self.who}: rank {self.members[self.rank]} got no answer from one of the {self.size} ranks; start "
             f"again from the last intact step ({error})"
         ) from error
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether ranks hold shards of a model, gathered or not."""
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return True
+    return any(isinstance(t, DTensor) for t in (*model.parameters(), *model.buffers()))
+
+
+def together(
+    who: str, model: nn.Module, timeout: datetime.timedelta
+) -> Callable[[Callable[[], T]], T]:
+    """Return a function that runs work on all ranks of a sharded model, or on this one alone."""
+    if is_sharded(model):
+        ranks = Ranks(who, None, timeout)
+        if ranks.size > 1:
+            return ranks.each
+    return lambda work: work()
 
 
 def _world() -> dist.ProcessGroup:

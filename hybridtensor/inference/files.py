@@ -21,12 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridtensor.arguments import require_int, require_module, require_path
-from hybridtensor.distributed.checkpoint.ranks import together
 from hybridtensor.inference.config import inference_config
 from hybridtensor.inference.layouts import AUTO, Settings
 from hybridtensor.inference.names import unwrapped
 from hybridtensor.inference.tensors import BUCKET, inference_tensors
-from hybridtensor.ranks import TIMEOUT
+from hybridtensor.ranks import TIMEOUT, together
 from hybridtensor.untrusted.files import digest_file, own_folder, sync_folder
 from hybridtensor.untrusted.safetensors_files import safetensors, save_file
 from hybridtensor.untrusted.safetensors_folder import CONFIG, DIGESTS, INDEX

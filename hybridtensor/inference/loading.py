@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from hybridtensor.arguments import require_flag, require_module, require_path, shown
-from hybridtensor.distributed.checkpoint.ranks import is_sharded
 from hybridtensor.formats import Format
 from hybridtensor.inference.input_scales import stored_inputs
 from hybridtensor.inference.layouts import Packed
@@ -31,6 +30,7 @@ from hybridtensor.layers import layers_of
 from hybridtensor.ops import Face
 from hybridtensor.ops.dequantize import face_values
 from hybridtensor.ops.face import bytewise
+from hybridtensor.ranks import is_sharded
 from hybridtensor.subclasses import HybridTensor, IdentityTensor, QuantizedTensor
 from hybridtensor.subclasses.faces import face_tensor
 from hybridtensor.subclasses.followers import follows_rowwise

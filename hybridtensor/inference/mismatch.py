@@ -19,7 +19,6 @@ from hybridtensor.arguments import (
     require_module,
     wrong,
 )
-from hybridtensor.distributed.checkpoint.ranks import is_sharded
 from hybridtensor.inference.engine_mode import (
     RULES,
     Engine,
@@ -33,6 +32,7 @@ from hybridtensor.inference.weights import Exported, exported
 from hybridtensor.layers import evaluating
 from hybridtensor.plain import plain_
 from hybridtensor.printed import Printed, add_row, named_table
+from hybridtensor.ranks import is_sharded
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -21,7 +21,6 @@ from hybridtensor.arguments import (
     require_timeout,
 )
 from hybridtensor.distributed.checkpoint.agreement import check_arguments
-from hybridtensor.distributed.checkpoint.ranks import is_sharded, together
 from hybridtensor.inference.input_scales import SUFFIX, check_inputs
 from hybridtensor.inference.layouts import AUTO, require_layout
 from hybridtensor.inference.names import Names
@@ -29,7 +28,7 @@ from hybridtensor.inference.sources import places_of, size_of, whole_tensors
 from hybridtensor.inference.weights import Exported, exported, names_of
 from hybridtensor.ops import Face
 from hybridtensor.ops.groups import matrix_of
-from hybridtensor.ranks import TIMEOUT, Ranks
+from hybridtensor.ranks import TIMEOUT, Ranks, is_sharded, together
 
 BUCKET = 256 * 2**20
 _WHO = "inference_tensors"
