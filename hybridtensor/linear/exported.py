@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.ops.autograd import Ctx, Function
-from hybridtensor.ops.library import define, implement_autograd
+from hybridtensor.ops.library import define, implement_autograd, is_exporting
 from hybridtensor.state import LayerState, layer_of
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs
@@ -67,7 +67,7 @@ def _below_autograd(x: Tensor, of: Sequence[Tensor]) -> Tensor:
 
 @implement_autograd("without_gradient")
 def _autograd(x: Tensor, of: Sequence[Tensor]) -> Tensor:
-    if torch.is_grad_enabled() and not torch.compiler.is_exporting():
+    if torch.is_grad_enabled() and not is_exporting():
         return _Raising.apply(x.detach(), *of)  # type: ignore[no-any-return]
     return _below_autograd(x, of)
 
@@ -87,7 +87,7 @@ def without_gradient(out: Tensor, *of: Tensor | None) -> Tensor:
 
 def require_own_weight(state: LayerState) -> None:
     """Raise NotImplementedError where a layer is exported while a plain tensor is at its weight."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         raise NotImplementedError(
             f"torch.export: another tensor is at the weight of {layer_of(state)}, such as what a parametrization "
             "computes; call plain_ on a copy of the model"

@@ -33,7 +33,13 @@ from hybridtensor.linear.weight_operands import weight_operand
 from hybridtensor.ops import Groups
 from hybridtensor.ops.amaxes import ReturnedAmaxes
 from hybridtensor.ops.autograd import Ctx, Function
-from hybridtensor.ops.library import is_batched, is_traced, outside_graphs, runs_directly
+from hybridtensor.ops.library import (
+    is_batched,
+    is_exporting,
+    is_traced,
+    outside_graphs,
+    runs_directly,
+)
 from hybridtensor.ops.order import in_backward, node_of
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
@@ -133,7 +139,7 @@ def quantized_linear(
         input = input.to(dtype)  # the weight is not cast: one rounding, when it is quantized
     bias = None if bias is None else bias.to(dtype)
     direct = runs_directly(input)
-    exported = not direct and torch.compiler.is_exporting()
+    exported = not direct and is_exporting()
     grad = torch.is_grad_enabled() and not exported
     if not grad and weight.dim() == 2:
         _require_no_gradient(weight)

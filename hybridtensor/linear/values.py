@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from hybridtensor.linear.exported import without_gradient
 from hybridtensor.linear.operands import Weight
 from hybridtensor.ops.autograd import Function
+from hybridtensor.ops.library import is_exporting
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState
 from hybridtensor.subclasses import HybridTensor, MasterWeight
@@ -33,7 +33,7 @@ class _Values(Function):
 def read(function: type[Function], weight: Weight) -> Tensor:
     """Return a weight's values by an autograd function, whose result has no gradient in an exported program."""
     values: Tensor = function.apply(weight)
-    return without_gradient(values, weight) if torch.compiler.is_exporting() else values
+    return without_gradient(values, weight) if is_exporting() else values
 
 
 def values_of(weight: Weight) -> Tensor:

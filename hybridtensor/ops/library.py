@@ -128,6 +128,12 @@ def is_traced() -> bool:
     return _is_dynamo() or getattr(_local, "tracing_context", None) is not None
 
 
+def is_exporting() -> bool:
+    """Return whether ``torch.export`` traces the current code."""
+    # Private: Dynamo of torch 2.11 takes ``torch.compiler.is_exporting()`` for true in any graph.
+    return torch.compiler._is_exporting_flag
+
+
 def runs_directly(x: torch.Tensor) -> bool:
     """Return whether no mode, tracer or subclass observes operators on a tensor, so that an implementation can run
     directly."""
