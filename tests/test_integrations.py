@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.optim.swa_utils import get_ema_avg_fn
+from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
 
 import hybridtensor as ht
 from hybridtensor import HybridConfig, MasterWeight
@@ -154,11 +154,16 @@ def test_an_average_that_moves_little_moves(persistent):
     assert torch.equal(found, wanted)
 
 
-def test_an_average_without_masters_is_refused():
+@pytest.mark.parametrize("kwargs", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.99)}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_average_without_masters_is_refused(kwargs, dtype, kept):
     """Their optimizer has them, and a copy of the model only faces."""
-    model = ht.quantize_(nn.Linear(64, 64, bias=False), "mxfp8", persistent=True)
-    ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
-    averaged = torch.optim.swa_utils.AveragedModel(model)
+    model = ht.quantize_(nn.Linear(64, 64, bias=False, dtype=dtype), "mxfp8", persistent=True)
+    optimizer = ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+    if not kept:
+        del optimizer  # and the masters
+    averaged = torch.optim.swa_utils.AveragedModel(model, **kwargs)
     averaged.update_parameters(model)
     with pytest.raises(
         NotImplementedError, match=r"which small changes are lost|of a trainable weight needs its values"

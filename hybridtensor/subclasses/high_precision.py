@@ -36,7 +36,6 @@ class HighPrecisionValues:
     # write, not what was written.
     __slots__ = (
         "__weakref__",
-        "_existed",
         "_follows",
         "_former",
         "_master",
@@ -48,7 +47,6 @@ class HighPrecisionValues:
     def __init__(self, original: Tensor | None = None, follows: bool = False) -> None:
         self.original, self._follows = original, follows
         self._owned = self.loaded = False
-        self._existed = original is not None
         self._master: weakref.ref[Tensor] | None = None
         self._former: weakref.ref[Tensor] | None = (
             None  # master of what this was copied from, until a write
@@ -59,11 +57,6 @@ class HighPrecisionValues:
         """The optimizer's master, or else the original, or None."""
         master = None if self._master is None else self._master()
         return self.original if master is None else master.detach()
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether there were values, but nobody holds them any more."""
-        return self._existed and self.current is None
 
     @property
     def follows(self) -> bool:
@@ -93,7 +86,6 @@ class HighPrecisionValues:
     def moved(self) -> HighPrecisionValues:
         """Return the values for a weight with new faces; aliases of the old faces have none."""
         made = HighPrecisionValues(self.original, self._follows)
-        made._existed = self._existed
         made._owned, made._master, made._former, made.loaded = (
             self._owned,
             self._master,
@@ -131,7 +123,7 @@ class HighPrecisionValues:
     def set_master(self, master: Tensor, *, follows: bool, loaded: bool = False) -> None:
         """Let ``master`` hold the values while its optimizer lives, and release the original."""
         self.release_original()
-        self._master, self._former, self._existed = weakref.ref(master), None, True
+        self._master, self._former = weakref.ref(master), None
         self._follows, self.loaded = follows, loaded
         self.register()
 

@@ -226,7 +226,7 @@ def present_values(weight: HybridTensor, who: str) -> Tensor:
             f"HybridTensor: {who} of {name and f'{name}, '}a weight that FSDP2 gathered, which has quantized faces "
             "only, and is dropped at the next reshard; call reshard() before it is written"
         )
-    if weight.requires_grad or weight.high_precision.is_lost:
+    if weight.requires_grad or weight.record.values is not None:
         raise NotImplementedError(
             f"HybridTensor: {who} of a trainable weight needs its values in high precision, got "
             "faces only, in which small changes are lost; step it through "
