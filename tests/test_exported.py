@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from experts import Experts, Mixture
 from tiers import covered, in_turn
 from torch import nn
+from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.export import Dim
 
 import hybridtensor as ht
@@ -160,3 +161,18 @@ def test_a_parametrized_layer_is_refused(recipe):
         torch.export.export(net, (X,), strict=False)
     plain = ht.plain_(copy.deepcopy(net))
     assert torch.equal(torch.export.export(plain, (X,)).module()(X), plain(X))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch's tracer, about its own trees
+def test_stages_that_torch_traces_hold_the_forward_only(recipe):
+    """``docs/pipeline.md`` says so: they are exported programs, which cannot be moved or trained."""
+    model = ht.quantize_(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16(), recipe)
+    traced = pipeline(model, (X,), split_spec={"1": SplitPoint.BEGINNING})
+    stages = [traced.get_stage_module(index) for index in range(2)]
+    y = stages[1](stages[0](X))
+    assert torch.equal(y, model(X))
+    with pytest.raises(NotImplementedError, match=REASON):
+        y.sum().backward()
+    with pytest.raises(RuntimeError, match="Couldn't swap"):
+        stages[0].to("cpu")
