@@ -259,6 +259,51 @@ def test_a_trainable_persistent_weight_changes_by_its_values(name):
     assert_is_made_of(net, reference, "fp8", True)
 
 
+ROWS = torch.tensor([5, 2])
+OPERANDS = {
+    "lerp_": lambda w, x: w.lerp_(x, 0.25),
+    "addmm_": lambda w, x: w.addmm_(x, x),
+    "index_add_": lambda w, x: w.index_add_(0, ROWS, x[:2]),
+    "index_copy_": lambda w, x: w.index_copy_(0, ROWS, x[:2]),
+    "index_put_": lambda w, x: w.index_put_((ROWS,), x[:2]),
+    "scatter_": lambda w, x: w.scatter_(0, ROWS[:, None].expand(2, 128), x),
+    "masked_scatter_": lambda w, x: w.masked_scatter_(x > 0, x),
+    "put_": lambda w, x: w.put_(ROWS, x[0, :2]),
+}
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_a_master_in_fp32_takes_operands_of_the_weights_dtype(name):
+    """For these operators torch requires operands of one dtype. Oracle: the same in fp32."""
+    net, x = layer(persistent=True, dtype=torch.bfloat16), plain(3, dtype=torch.bfloat16)
+    optimizer = ht.optim.MasterWeights(torch.optim.SGD, net.parameters(), lr=0.1)
+    expected = net.weight.high_precision.current.clone()
+    assert expected.dtype == torch.float32
+    OPERANDS[name](net.weight.data, x)
+    OPERANDS[name](expected, x.float())
+    assert torch.equal(net.weight.high_precision.current, expected)
+    del optimizer  # which holds the master
+
+
+@pytest.mark.parametrize("with_master", [False, True])
+def test_averages_of_weights_and_plain_parameters_are_written_at_once(with_master):
+    """As ``AveragedModel`` does; the copy was made before the optimizer was."""
+    model = layer(persistent=True, dtype=torch.bfloat16)
+    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.75))
+    optimizer = ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1) if with_master else None
+    weight, bias = averaged.module.weight, averaged.module.bias
+    averaged.update_parameters(model)  # the first one copies, also the precision of masters
+    assert weight.original.dtype == (torch.float32 if with_master else torch.bfloat16)
+    expected = weight.original.clone(), bias.detach().clone()
+    with torch.no_grad():
+        for parameter, seed in ((model.weight, 4), (model.bias, 5)):
+            parameter.copy_(plain(seed, *parameter.shape, dtype=torch.bfloat16))
+    averaged.update_parameters(model)
+    for found, before, seed in zip((weight.original, bias), expected, (4, 5), strict=True):
+        assert torch.equal(found, before.lerp(plain(seed, *found.shape, dtype=torch.bfloat16).to(before.dtype), 0.25))
+    del optimizer
+
+
 def test_without_values_a_trainable_weight_is_not_changed():
     net = layer(persistent=True)
     net.weight.high_precision.release_original()

@@ -41,6 +41,25 @@ def _write(func: Func, args: Args, kwargs: Kwargs) -> object:
         return weights[id(item)][1]
 
     written = [id(item) for item in written_by(func, args, kwargs)]
+
+    def beside(operand: object, target: object) -> object:
+        """Return an operand of the weight's dtype in that of its values, which may be a master's."""
+        if not (isinstance(operand, Tensor) and isinstance(target, HybridTensor)):
+            return operand
+        if id(operand) in written or operand.dtype != target.dtype:
+            return operand
+        return values(operand).to(values(target).dtype)
+
+    first = args[0] if args else None
+    if isinstance(first, (list, tuple)):  # of foreach optimizers, with an operand for each
+        args = tuple(
+            [beside(*pair) for pair in zip(each, first, strict=False)]
+            if isinstance(each, (list, tuple)) and len(each) == len(first)
+            else each
+            for each in args
+        )
+    else:
+        args = tuple(beside(each, first) for each in args)
     plain_args, plain_kwargs = tree_map_only(Tensor, values, (args, kwargs))
     out = func(*plain_args, **plain_kwargs)
     for weight, changed in weights.values():
