@@ -121,6 +121,7 @@ def test_nothing_runs_between_samples():
     assert [sample.step for sample in watched.samples] == [0, 3, 6]
 
 
+@pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no compiled:UserWarning")  # torch 2.12
 def test_compiled_models_run_eagerly_in_sampled_steps_alone():
     model, twin = model_of("fp8"), model_of("fp8")
     ran = []
