@@ -196,9 +196,8 @@ InterceptingTensor.fsdp_hooks = _FSDPHooks()
 def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
     """Quantize values into local shards of persistent weights; every rank passes the same weights."""
     waiting = [(shard, values) for shard, values in pairs if shard.plan.reduce is not None]
-    parts: list[Any] = [
-        shard.sharded.tensor for shard, _ in pairs
-    ]  # as ``shard_of_part`` found them
+    # Persistent weights: ``shard_of_part`` found the shards by these.
+    parts: list[Any] = [shard.sharded.tensor for shard, _ in pairs]
     # In the order of the weights, which is the same on all ranks: collectives have to match. Weights on different
     # meshes cannot share one.
     for group in dict.fromkeys(shard.sharded.process_group for shard, _ in waiting):
