@@ -63,6 +63,11 @@ class HighPrecisionValues:
         """Whether the faces are those that quantizing the values gives."""
         return self._follows
 
+    @property
+    def no_optimizer_saves(self) -> bool:
+        """Whether there are values other than those that the weight was made from, and no optimizer has them."""
+        return self._owned and self.original is not None
+
     # -- others like it
 
     def copied(

@@ -1,6 +1,8 @@
 """Whatever saves a converted model, plain tensors are what it saves, and plain models load them."""
 
+import contextlib
 import copy
+import functools
 import io
 
 import pytest
@@ -206,6 +208,31 @@ def test_values_follow_the_faces_once_all_of_them_are_loaded(recipe, alone, tmp_
     dcp.load({"w": other.weight.detach()}, checkpoint_id=tmp_path, planner=checkpoint.HybridLoadPlanner())
     assert len(made) == 1  # not after each of four to seven tensors
     assert torch.equal(other.weight.high_precision.current, model.weight.dequantize())
+
+
+@pytest.mark.parametrize("save", ["planner", "library"])
+def test_saving_warns_of_values_that_no_optimizer_saves(save, alone, tmp_path):
+    """A plain optimizer writes values in high precision, of which a checkpoint has only the faces."""
+
+    def saves(model, optimizer, name):
+        if save == "library":
+            checkpoint.save(tmp_path / name, 0, {"model": model, "optimizer": optimizer})
+            return
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.save(state, checkpoint_id=tmp_path / name, planner=checkpoint.HybridSavePlanner())
+
+    for name, make_optimizer in {
+        "plain": torch.optim.SGD,
+        "master": functools.partial(ht.optim.MasterWeights, torch.optim.SGD),
+    }.items():
+        model = persistent("fp8")
+        optimizer = make_optimizer(model.parameters(), lr=0.1)
+        saves(model, optimizer, f"{name}_new")  # the values are still those of the original
+        model(torch.ones(32, 128)).sum().backward()
+        optimizer.step()
+        expected = pytest.warns(UserWarning, match=r"of 1 persistent weights \(model.weight, ...\) only the faces")
+        with expected if name == "plain" else contextlib.nullcontext():
+            saves(model, optimizer, name)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_dequantized_backward", "bf16"])

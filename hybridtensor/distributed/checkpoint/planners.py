@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import warnings
 from typing import Any
 
 import torch
@@ -84,9 +85,11 @@ class HybridSavePlanner(DefaultSavePlanner):
     ) -> None:
         self._staged: dict[tuple[str, torch.Size | None], Tensor | io.BytesIO] = {}
         super().set_up_planner(plain(state_dict), storage_meta, is_coordinator)
+        tensors = list(tensors_of(state_dict))
+        _warn_of_lost_values(tensors)
         self._common = {
             f"{name}.{tail}": found
-            for name, value in tensors_of(state_dict)
+            for name, value in tensors
             for tail, scale in common_to_parts(value).items()
             for found in replica(scale)
         }
@@ -242,6 +245,24 @@ class HybridLoadPlanner(DefaultLoadPlanner):
                 self._missing[prefix] -= 1
                 if not self._missing[prefix]:  # the last tensor of its faces
                     weight.high_precision.mark_copied(weight.dequantize, weight.taken)
+
+
+def _warn_of_lost_values(tensors: list[tuple[str, Tensor]]) -> None:
+    """Warn if only the faces of a persistent weight are stored, and its values, which were written, are lost."""
+    parts = [(name, local(value)) for name, value in tensors]
+    lost = [
+        name
+        for name, part in parts
+        if isinstance(part, HybridTensor) and part.high_precision.no_optimizer_saves
+    ]
+    if lost:
+        warnings.warn(
+            f"checkpoint: of {len(lost)} persistent weights ({lost[0]}, ...) only the faces are saved, without the "
+            "values in high precision that were written to them, and training cannot resume with the same bits; "
+            "step them by hybridtensor.optim.MasterWeights, and save it, too",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _has_no_master(weight: HybridTensor, addresses: set[int]) -> bool:
