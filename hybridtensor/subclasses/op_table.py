@@ -30,6 +30,7 @@ class OpTable:
         self._of_functions = of_functions
         self._advice = advice
         self._of_others: Handler | None = None
+        self._elementwise: tuple[Handler, Handler] | None = None
         self.handlers: dict[Func, Handler] = {}
 
     def register(self, *funcs: Func) -> Callable[[H], H]:
@@ -59,10 +60,17 @@ class OpTable:
         self._of_others = handler
         return handler
 
+    def register_elementwise(self, *, reading: Handler, writing: Handler) -> None:
+        """Register the handlers of all operators on each element that have none of their own: these multiply no
+        matrices."""
+        self._elementwise = reading, writing
+
     def call(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Run the handler of ``func``, or of the operators that it is composed of; raise NotImplementedError if there
         is none."""
         handler = self.handlers.get(func)
+        if handler is None and self._elementwise is not None and _is_elementwise(func):
+            handler = self._elementwise[func._schema.is_mutable]  # private, as below
         if handler is None:
             # torch decomposes composite operators where autograd is; in inference mode they come here whole.
             if isinstance(func, torch._ops.OpOverload) and _is_composite(func):
@@ -106,6 +114,26 @@ def _is_composite(func: torch._ops.OpOverload[..., Any]) -> bool:
         return False
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+@functools.cache
+def _is_elementwise(func: Func) -> bool:
+    """Return whether torch tags an operator of this name as one on each element; in-place ones and those of lists,
+    which have no tags everywhere, are like it."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or _has_out(func):
+        return False
+    name = func._schema.name.removeprefix("aten::").removeprefix("_foreach_")
+    packet = getattr(torch.ops.aten, name if name.endswith("__") else name.removesuffix("_"), None)
+    return packet is not None and any(
+        torch.Tag.pointwise in getattr(packet, own).tags for own in packet.overloads()
+    )
+
+
+def _has_out(op: torch._ops.OpOverload[..., Any]) -> bool:
+    """Return whether an operator writes into ``out``, by its schema, which is private."""
+    return any(
+        a.kwarg_only and a.alias_info and a.alias_info.is_write for a in op._schema.arguments
+    )
 
 
 def _only_writes(func: Func, args: Args, kwargs: Kwargs) -> bool:
@@ -182,10 +210,6 @@ def overloads(*packets: Func) -> list[Func]:
     for packet in packets:
         for name in packet.overloads():
             op = getattr(packet, name)
-            arguments = op._schema.arguments  # private; nothing else says what an operator writes
-            has_out = any(
-                a.kwarg_only and a.alias_info and a.alias_info.is_write for a in arguments
-            )
-            if not has_out and any("Tensor" in str(a.type) for a in arguments):
+            if not _has_out(op) and any("Tensor" in str(a.type) for a in op._schema.arguments):
                 found.append(op)
     return found

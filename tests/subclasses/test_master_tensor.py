@@ -75,6 +75,7 @@ WRITES = {
     "transpose": lambda w: w.t()[0].add_(1.0),
     "detach": lambda w: w.detach().add_(1.0),
     "data": lambda w: w.data.mul_(0.5),
+    "bits": lambda w: w.view(torch.int32 if w.dtype == torch.float32 else torch.int16).bitwise_and_(-1 << 4),
     "data of a view": lambda w: w.data.view(-1)[3:9].add_(2.0),
     "split": lambda w: w.split(3)[1].zero_(),
     "unbind": lambda w: w.unbind(0)[2].fill_(1.0),

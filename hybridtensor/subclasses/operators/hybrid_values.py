@@ -94,6 +94,9 @@ def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
     return func(*plain_args, **plain_kwargs)
 
 
+table.register_elementwise(reading=_read, writing=_write)
+
+
 def values_to_read(weight: HybridTensor, func: Func, in_training: bool = False) -> Tensor:
     """Return plain values of a weight's ``data`` for ``func``.
 

@@ -181,7 +181,8 @@ def _weights(value: object) -> Iterator[MasterWeight]:
 _BY_NUMBER = (aten.index.Tensor, aten.index_select.default)
 
 
-@table.register(*READS, *FUNCTIONAL)
+# The bits of a weight, as optimizers read and write them that round at random, have torch's version counter of it.
+@table.register(*READS, *FUNCTIONAL, aten.view.dtype)
 def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
     for weight in _weights((*args, *kwargs.values())):
         observe_read(weight, func)
@@ -194,4 +195,5 @@ def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
     return _run(func, args, kwargs)
 
 
+table.register_elementwise(reading=_read, writing=_write)
 refuse_products(table, aten.mm.default, aten.addmm.default, aten.linear.default, *PRODUCTS)
