@@ -57,20 +57,20 @@ class OutputGradient(NamedTuple):
     def of(cls, node: Any, output: Output, grad: Tensor) -> OutputGradient | None:
         """Return how the call that ``node`` is of quantizes a gradient like ``grad``.
 
-        None if it needs the values, is not reached by the backward that runs, or would gain nothing.
+        None if it needs the values, is not reached by the backward that runs or not by all of it, or would gain
+        nothing.
         """
         y = None if output is None else output()
         if output is None or (y is not None and _has_hooks(y)) or not will_run(node):
             return None
         products: Backward = node.products
-        context, dtype = products.context, grad.dtype
-        asked = requested_gradients(node, products.needs, context.state)
-        if not (asked.input or asked.weight):
-            return None
+        context, needs, dtype = products.context, products.needs, grad.dtype
+        if requested_gradients(node, needs, context.state) != needs:
+            return None  # the other part of a backward in two begins with this gradient, and needs another face
         values = may_hold_values(dtype, context.groups)
         context = context.of_gradient(None, values, direct=True)
         quantizer = products.config.grad_output
-        plan = cast_plan(quantizer, asked.input, asked.weight, dtype, context, grad.device)
+        plan = cast_plan(quantizer, needs.input, needs.weight, dtype, context, grad.device)
         if plan is None or not plan.gains_by_fusing(grad.device):
             return None
         known = plan.scales_by_amax or scales_are_known(plan.request)
