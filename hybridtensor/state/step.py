@@ -278,10 +278,9 @@ def _pipeline_size(model: nn.Module) -> int | None:
 
 
 def _overlap(model: nn.Module, stage: nn.Module) -> bool:
-    """Return whether one of two modules is, or contains, the other."""
-    return any(part is model for part in stage.modules()) or any(
-        part is stage for part in model.modules()
-    )
+    """Return whether two modules have a parameter in common: either may be in a wrapper, or in a list of stages."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(id(parameter) in own for parameter in stage.parameters())
 
 
 def _check_same_scales(model: nn.Module, states: list[LayerState], group: Group) -> bool:

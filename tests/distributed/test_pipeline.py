@@ -236,6 +236,26 @@ def test_four_ranks_train_as_one_process(schedule, recipe, mesh, names, four):
     four.run(trains, 4, schedule, recipe, mesh, names)
 
 
+def trains_in_a_wrapper(rank):
+    """What the pipeline runs, as DDP or ``torch.compile`` wrap it, and what steps contain a stage, not each other."""
+    recipe, microbatches = "fp8_delayed", 4
+    expected = computed_once(rank, recipe, (0, 1), NAMES[1], microbatches)
+    stage = make(recipe, 2, NAMES[1])[rank]
+    model, wrapped = nn.ModuleList([stage]), {rank: nn.Sequential(stage)}
+    optimizer = optimizer_of(model.parameters())
+    runs = pipelined("1F1B", wrapped, 2, microbatches)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        run_step(runs, wrapped, 2, step, microbatches)
+        optimizer.step()
+        ht.step_(model)
+        assert_same(found({rank: stage}), expected[step][1])
+
+
+def test_a_stage_in_a_wrapper_uses_its_own_amaxes(two):
+    two.run(trains_in_a_wrapper)
+
+
 # -- several ranks with the same stage
 
 
