@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import gc
+import sys
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,6 +77,21 @@ def _wrappers(model: nn.Module) -> list[DistributedDataParallel]:
     # Nothing says to a module that DistributedDataParallel wraps it; asked once for each model
     known = [one for one in gc.get_objects() if type(one) is DistributedDataParallel]
     return [one for one in known if any(id(p) in own for p in one.module.parameters())]
+
+
+_PIPELINING = "torch.distributed.pipelining.stage"
+
+
+def stages_of(model: nn.Module) -> list[Any]:
+    """Return the stages of pipelines that run a model, a part of it, or a module that it is a part of."""
+    if _PIPELINING not in sys.modules:
+        return []
+    own = {id(parameter) for parameter in model.parameters()}
+    kind = sys.modules[_PIPELINING]._PipelineStageBase  # private: that of traced stages, too
+    # Nothing says to a module that a stage runs it. By type: isinstance asks every object for ``__class__``, which
+    # proxies answer by running code.
+    known = [one for one in gc.get_objects() if issubclass(type(one), kind)]
+    return [one for one in known if any(id(p) in own for p in one.submod.parameters())]
 
 
 def require_no_join(model: nn.Module) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -16,7 +14,13 @@ from hybridtensor.arguments import require_flag, require_module, wrong
 from hybridtensor.ops.amaxes import forget_gathers
 from hybridtensor.ops.library import is_captured
 from hybridtensor.ranks import patience, require_alike
-from hybridtensor.state.contract import ADVICE, ranks_without_state, reduced, require_no_join
+from hybridtensor.state.contract import (
+    ADVICE,
+    ranks_without_state,
+    reduced,
+    require_no_join,
+    stages_of,
+)
 from hybridtensor.state.layer import LayerState
 from hybridtensor.state.ranks import TrainingRanks
 from hybridtensor.state.recording import require_finite, require_recorded
@@ -260,27 +264,14 @@ def _groups(model: nn.Module, states: list[LayerState], ranks: TrainingRanks) ->
     return []
 
 
-_PIPELINING = "torch.distributed.pipelining.stage"
 _known: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
 
 
 def _pipeline_size(model: nn.Module) -> int | None:
     """Return the size of the pipeline whose stage a model is, or None, looked up at the first step."""
-    # No module knows that a ``PipelineStage`` runs it, so that this is looked up from torch's side.
-    if _PIPELINING not in sys.modules:
-        return None
     if model not in _known:
-        kind = sys.modules[_PIPELINING]._PipelineStageBase  # private: that of traced stages, too
-        # By type: isinstance asks every object for ``__class__``, which proxies answer by running code.
-        stages = (known for known in gc.get_objects() if issubclass(type(known), kind))
-        _known[model] = next((s.group_size for s in stages if _overlap(model, s.submod)), None)
+        _known[model] = next((stage.group_size for stage in stages_of(model)), None)
     return _known[model]
-
-
-def _overlap(model: nn.Module, stage: nn.Module) -> bool:
-    """Return whether two modules have a parameter in common: either may be in a wrapper, or in a list of stages."""
-    own = {id(parameter) for parameter in model.parameters()}
-    return any(id(parameter) in own for parameter in stage.parameters())
 
 
 def _check_same_scales(model: nn.Module, states: list[LayerState], group: Group) -> bool:

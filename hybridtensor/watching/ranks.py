@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridtensor.ranks import Ranks as ProcessRanks
 from hybridtensor.ranks import patience
+from hybridtensor.state.contract import stages_of
 from hybridtensor.watching.sums import Numbers, Sums, Watched
 
 
@@ -22,9 +23,13 @@ class Ranks(NamedTuple):
     first: bool = True
 
 
-def agree(how: tuple[int, ...], layers: Sequence[Watched], error: Exception | None) -> Ranks:
+def agree(
+    how: tuple[int, ...], model: nn.Module, layers: Sequence[Watched], error: Exception | None
+) -> Ranks:
     """Find the ranks with the same layers; raise ``error``, or RuntimeError on all if ranks sample other steps."""
-    names = tuple(f"{layer.name} {layer.config} {layer.experts}" for layer in layers)
+    # Layers of unlike stages may have equal names, as in a list of stages
+    stages = sorted({stage.stage_index for stage in stages_of(model)})
+    names = tuple(f"{layer.name} {layer.config} {layer.experts} {stages}" for layer in layers)
     ranks = ProcessRanks("watch", None, patience())
     alone = ranks.size == 1
     every = ranks.gather(lambda: (how, names, None if error is None else str(error)))

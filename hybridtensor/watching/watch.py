@@ -156,7 +156,7 @@ class watch(Printed):  # noqa: N801  (used as a function)
         except NotImplementedError as found:
             error = found
         layers = [] if sampler is None else list(sampler.layers.values())
-        self._ranks = agree((self.every, self.rows, self.steps), layers, error)
+        self._ranks = agree((self.every, self.rows, self.steps), self.model, layers, error)
         self._sampler = sampler
         callbacks = training_of(self.model).callbacks
         callbacks.append(self._after_optimizer)

@@ -11,6 +11,7 @@ from sharding import batch, make, mesh_of, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -254,6 +255,24 @@ def stages(rank):
 
 def test_stages(two):
     two.run(stages)
+
+
+def stages_of_equal_names(rank):
+    """Each finds what it finds under a name of its own."""
+    block = make("fp8").to(here())[rank]
+    stage = PipelineStage(block, rank, 2, torch.empty(0).device)
+    x, found = batch(0).to(here()) * 4**rank, []
+    for model in nn.ModuleList([block]), nn.ModuleDict({f"stage{rank}": block}):
+        with ht.watch(model, every=1) as one:
+            stage.submod(x).sum().backward()
+            one.step()
+        rows = one.samples[0].faces
+        found.append({(row.layer.partition(".")[2], row.operand): row.statistics for row in rows})
+    assert found[0] == found[1]
+
+
+def test_stages_of_equal_names(two):
+    two.run(stages_of_equal_names)
 
 
 def only_one_rank_has_layers(rank):
