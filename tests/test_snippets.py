@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 import hybridtensor as ht
+from hybridtensor.distributed import checkpoint
 
 ROOT = Path(__file__).parent.parent
 FENCED = re.compile(r"^( *)```python\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
@@ -86,6 +87,8 @@ def pipelines(tmp_path):
         "blocks": blocks, "stage": blocks[0], "rank": 0, "ranks": 1, "device": torch.device("cpu"),
         "mesh": init_device_mesh("cpu", (1,), mesh_dim_names=("pp",)), "loss_fn": nn.functional.mse_loss,
         "data": [torch.randn(2, 32, 64)] * 2, "PipelineStage": PipelineStage, "Schedule1F1B": Schedule1F1B,
+        "dist": dist, "checkpoint": checkpoint, "ranks_of_stages": [[0]], "number": 0, "step": 0,
+        "optimizer": torch.optim.AdamW(blocks[0].parameters()),
     }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from checkpointing import bits, make, train
 from processes import here, run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hybridtensor as ht
@@ -219,7 +220,24 @@ def exports(rank, path):
         ht.export_safetensors(nn.Linear(2, 2), f"{path}/alone.safetensors")
 
 
+def stages(rank, path):
+    """Equal names in stages of a pipeline are those of other weights: each stage has a directory of its own."""
+    groups = [dist.new_group([member]) for member in range(2)]
+    stage, _ = make("fp8", seed=rank)
+    pipelined = PipelineStage(stage, rank, 2, torch.empty(0).device)
+    state = {"model": nn.ModuleList([pipelined.submod])}
+    for call in (checkpoint.save, checkpoint.async_save):
+        with pytest.raises(ValueError, match=r"one stage of a pipeline is required, got \[\[0\], \[1\]\] .*as group"):
+            call(path, 0, state)
+    assert not os.path.exists(path)
+    checkpoint.save(f"{path}/{rank}", 0, state, group=groups[rank])
+    other, _ = make("fp8", seed=2)
+    checkpoint.load(f"{path}/{rank}", {"model": nn.ModuleList([other])}, group=groups[rank])
+    assert bits(other) == bits(stage)
+
+
 BODIES = (
+    stages,
     exports,
     save_arguments,
     load_arguments,

@@ -28,6 +28,7 @@ from hybridtensor.distributed.checkpoint.folders import move_into_place, new_fol
 from hybridtensor.distributed.checkpoint.plain import StateDict
 from hybridtensor.distributed.checkpoint.planners import HybridSavePlanner
 from hybridtensor.ranks import TIMEOUT, Ranks
+from hybridtensor.state.contract import stages_of
 from hybridtensor.untrusted.files import digest_file, sync_folder, write_synced
 from hybridtensor.untrusted.manifest import MANIFEST, Manifest, root_folder, step_path, versions
 from hybridtensor.untrusted.metadata import METADATA, Writer
@@ -297,6 +298,7 @@ def _checked_plans(
     # First, with an error that names the ranks: of plans that do not fit DCP says only that they are
     # invalid.
     recipes = ranks.gather(lambda: (entries.weights, entries.kinds, entries.groups))
+    _require_one_stage(ranks, entries)
     if any(other != recipes[0] for other in recipes):
         members = zip(ranks.members, recipes, strict=True)
         different = [rank for rank, other in members if other != recipes[0]]
@@ -318,6 +320,21 @@ def _checked_plans(
     if options.check_replicas:
         compare_replicas(ranks, planner.state_dict)
     return planner, plans
+
+
+def _require_one_stage(ranks: Ranks, entries: Entries) -> None:
+    """Raise ValueError on every rank if ranks have unlike stages of a pipeline, of which equal names would be one."""
+
+    def own_stages() -> list[int]:
+        found = (stages_of(module) for module in entries.modules.values() if entries.weights)
+        return sorted({stage.stage_index for stages in found for stage in stages})
+
+    every = ranks.gather(own_stages)
+    if any(stages != every[0] for stages in every):
+        raise ValueError(
+            f"{ranks.who}: one stage of a pipeline is required, got {every} on ranks {list(ranks.members)}; pass the "
+            "ranks of a stage as group, and a directory for each stage"
+        )
 
 
 def _new_write(
