@@ -100,9 +100,9 @@ def quantize_(
     Modules, parameter objects, names and ``requires_grad`` do not change, tied weights stay tied, and existing
     optimizers keep working. A second call changes the recipe. The output head (``lm_head``, or what the model returns
     as ``get_output_embeddings()``), routers, their gates (a ``gate`` narrower than its input), layers inside of these
-    and ``shared_expert_gate`` stay plain by default; ``explain(model)`` says why. Three-dimensional parameters are
-    experts' weights if their first extent is ``num_experts`` of their module. Weights ``[in, out]`` need a class that
-    is GPT-2's or has ``is_transposed = True``. The logger ``hybridtensor`` lists plain layers, and warns of large ones.
+    and ``shared_expert_gate`` stay plain by default; ``explain(model)`` says why, and the logger ``hybridtensor`` lists
+    them. Three-dimensional parameters are experts' weights if their first extent is their module's ``num_experts``.
+    Linear layers of classes other than ``nn.Linear`` and GPT-2's say ``is_transposed`` (True if stored ``[in, out]``).
 
     Args:
         model: Any module; its layers are found at every depth, the root included.

@@ -347,6 +347,9 @@ def _why_plain(
     if isinstance(module, nn.MultiheadAttention):
         return "nn.MultiheadAttention computes with its weight below autograd", False
     if matrix_name == "weight" and len(shape) == 2:
-        advice = "; if it multiplies by its weight [in, out], its class says is_transposed = True"
-        return f"{type(module).__name__} is no Linear{advice}", False
-    return f"{type(module).__name__} is no Linear", False
+        advice = (
+            "; if it multiplies by its weight, its class says is_transposed = False of a weight [out, in], or True of "
+            "one [in, out]"
+        )
+        return f"{type(module).__name__} is no nn.Linear{advice}", False
+    return f"{type(module).__name__} is no nn.Linear", False

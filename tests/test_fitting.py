@@ -41,7 +41,7 @@ def test_a_model_itself_has_no_name_to_keep():
 def test_a_model_without_linear_layers_is_told_what_it_has():
     convolutions = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
     words = (
-        r"but modules whose parameters are of BatchNorm2d, Conv2d; .*0\.weight \[8, 3, 3, 3\]: Conv2d is no Linear.*"
+        r"but modules whose parameters are of BatchNorm2d, Conv2d; .*0\.weight \[8, 3, 3, 3\]: Conv2d is no nn.Linear.*"
     )
     with pytest.raises(ValueError, match=f"the model has no linear layers, {words}; pass a model that has nn"):
         ht.quantize_(convolutions, "fp8")

@@ -161,7 +161,8 @@ def test_who_is_such_a_layer():
             return x @ self.weight
 
     message = (
-        "what is no layer: weight .64, 128.: Own is no Linear; if it multiplies by its weight .in, out., its class"
+        "what is no layer: weight .64, 128.: Own is no nn.Linear; if it multiplies by its weight, its class says "
+        "is_transposed = False of a weight .out, in., or True"
     )
     with pytest.raises(ValueError, match=message):
         ht.quantize_(Own(), "fp8")
@@ -169,6 +170,37 @@ def test_who_is_such_a_layer():
     model = ht.quantize_(Own(), "fp8")
     assert model.weight.is_transposed
     assert not ht.check(model, batch()).problems
+
+
+class OwnLinear(nn.Module):
+    """A library's own class, as PyTorch Geometric's, with the weight of ``nn.Linear``."""
+
+    is_transposed = False
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight, self.bias = nn.Linear(inputs, outputs).parameters()
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize(("recipe", "persistent"), in_turn(RECIPES, [False, True]))
+def test_classes_that_say_so_are_layers_as_nn_linear_is(recipe, persistent):
+    results = []
+    for kind in (OwnLinear, nn.Linear):
+        model = make(kind)
+        optimizer = torch.optim.SGD(ht.quantize_(model, recipe, persistent=persistent).parameters(), lr=0.1)
+        steps = []
+        for _ in range(2):
+            steps += step_of(model)
+            if not persistent:
+                optimizer.step()
+            optimizer.zero_grad()
+            ht.step_(model)
+        assert [row.layer for row in ht.explain(model, show=False).layers] == ["0", "2"]
+        results.append(steps)
+    assert_alike(*results)
 
 
 def test_a_product_of_the_other_layout_raises():

@@ -1,9 +1,9 @@
 """Which modules are linear layers, and which of them store their weight ``[in, out]``.
 
-``nn.Linear`` multiplies by the transpose of its weight ``[out, in]``. Others, of which the best known is the ``Conv1D``
-of GPT-2 in Transformers, multiply by a weight ``[in, out]`` as it is: ``torch.addmm(bias, x, weight)`` or
-``x @ weight``. They are known by their class: either it is listed here, by name, so that no library is imported, or it
-says ``is_transposed = True``, as modules of experts do, and its ``weight`` is a matrix.
+``nn.Linear`` multiplies by the transpose of its weight ``[out, in]``, and so do libraries' own classes. Others, of
+which the best known is the ``Conv1D`` of GPT-2 in Transformers, multiply by a weight ``[in, out]`` as it is:
+``torch.addmm(bias, x, weight)`` or ``x @ weight``. Classes that are not derived of ``nn.Linear`` are listed here by
+name, so that no library is imported, or say ``is_transposed``, as modules of experts do, and have a matrix ``weight``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def is_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear layer, with either storage of its weight."""
     if isinstance(module, nn.Linear):
         return not _shows_a_weight(module)
-    return stores_transposed(module)
+    return is_listed(type(module)) or (_says_transposed(module) is not None and _has_matrix(module))
 
 
 def _shows_a_weight(module: nn.Module) -> bool:
@@ -31,11 +31,15 @@ def _shows_a_weight(module: nn.Module) -> bool:
 
 def stores_transposed(module: nn.Module) -> bool:
     """Return whether a module is a linear layer whose weight is stored ``[in, out]``."""
-    if isinstance(module, nn.Linear):
+    if not is_linear(module) or isinstance(module, nn.Linear):
         return False
-    if is_listed(type(module)):
-        return True
-    return getattr(module, "is_transposed", None) is True and _has_matrix(module)
+    return is_listed(type(module)) or _says_transposed(module) is True
+
+
+def _says_transposed(module: nn.Module) -> bool | None:
+    """Return how a module says that it stores its weight, or None."""
+    said = getattr(module, "is_transposed", None)
+    return said if isinstance(said, bool) else None
 
 
 def _has_matrix(module: nn.Module) -> bool:
