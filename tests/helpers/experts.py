@@ -63,16 +63,21 @@ def parts(ends):
     return list(zip((0, *ends[:-1]), ends, strict=True))
 
 
-def one_by_one(x, weights, grad, ends, config):
-    """Return output, input gradient and weight gradients of a linear layer per expert; zeros where no tokens are."""
+def one_by_one(x, weights, grad, ends, config, *, transposed=False):
+    """Return output, input gradient and weight gradients of a linear layer per expert; zeros where no tokens are.
+
+    ``transposed`` weights lie ``[in, out]``: some CPUs add up products in high precision in another order then.
+    """
     y = x.new_zeros(x.shape[0], weights.shape[1])
     dx, dw = torch.zeros_like(x), torch.zeros_like(weights)
     for e, (start, stop) in enumerate(parts(ends)):
         if start == stop:
             continue
         own = x[start:stop].detach().requires_grad_()
-        weight = nn.Parameter(MasterWeight(weights[e].clone(), config))
-        out = F.linear(own, weight)
+        stored = weights[e].t().contiguous() if transposed else weights[e].clone()
+        weight = nn.Parameter(MasterWeight(stored, config))
+        out = F.linear(own, weight.t() if transposed else weight)
         out.backward(grad[start:stop])
-        y[start:stop], dx[start:stop], dw[e] = out.detach(), own.grad, weight.grad
+        y[start:stop], dx[start:stop] = out.detach(), own.grad
+        dw[e] = weight.grad.t() if transposed else weight.grad
     return y, dx, dw
