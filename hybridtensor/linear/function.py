@@ -25,7 +25,7 @@ from hybridtensor.linear.operands import (
     Needs,
     Operand,
     Weight,
-    is_transposed,
+    uses_other_layout,
 )
 from hybridtensor.linear.products import Backward, output, plain_output, plain_part, with_shape
 from hybridtensor.linear.two_parts import requested_gradients
@@ -175,7 +175,7 @@ def _require_no_gradient(weight: Weight) -> None:
     ``grad_weight`` unquantized."""
     if is_traced() or torch._C._current_graph_task_id() == -1:  # no backward runs
         return
-    if is_transposed(weight) != weight.is_transposed and 1 not in weight.shape:
+    if uses_other_layout(weight):
         raise NotImplementedError(
             f"linear: the backward of an autograd function multiplies by the weight of {layer_of(weight.state)} "
             "itself, where its gradient would not be quantized; call F.linear, whose three products are"
@@ -348,8 +348,8 @@ def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtyp
             f"got shape {tuple(shape)} for a weight {tuple(of_weight)}"
         )
     state = weight.record.layer
-    if state is not None and state.transposed is not None:
-        _check_layout(weight, state)
+    if state is not None and state.transposed is not None and uses_other_layout(weight):
+        _refuse_other_layout(state)
     if bias is not None and (
         not isinstance(bias, Tensor) or bias.dim() != 1 or bias.shape != weight.shape[:1]
     ):
@@ -373,14 +373,11 @@ def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtyp
             )
 
 
-def _check_layout(weight: Weight, state: LayerState | StateTensors) -> None:
-    """Raise ValueError if a weight is multiplied in another layout than ``quantize_`` recorded (``transposed``)."""
-    if state.transposed != is_transposed(weight) and 1 not in weight.shape:
-        stored, product = (
-            ("[in, out]", "x @ weight") if state.transposed else ("[out, in]", "F.linear")
-        )
-        raise ValueError(
-            f"linear: the weight of {layer_of(state)} is stored {stored}, which {product} multiplies, and "
-            "was used in the other layout; have the module's is_transposed say how it is stored, or leave it "
-            "out of quantize_ (keep_bf16)"
-        )
+def _refuse_other_layout(state: LayerState | StateTensors) -> None:
+    """Raise ValueError for a weight that is multiplied in another layout than ``quantize_`` recorded."""
+    stored, product = ("[in, out]", "x @ weight") if state.transposed else ("[out, in]", "F.linear")
+    raise ValueError(
+        f"linear: the weight of {layer_of(state)} is stored {stored}, which {product} multiplies, and "
+        "was used in the other layout; have the module's is_transposed say how it is stored, or leave it "
+        "out of quantize_ (keep_bf16)"
+    )

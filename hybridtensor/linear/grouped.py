@@ -14,7 +14,7 @@ from torch.types import IntLikeType
 
 from hybridtensor.arguments import require_tensor
 from hybridtensor.linear.function import quantized_linear, require_plain_autograd
-from hybridtensor.linear.operands import Weight, is_transposed
+from hybridtensor.linear.operands import Weight, uses_other_layout
 from hybridtensor.ops import Groups
 from hybridtensor.ops.library import autocasts, is_traced
 from hybridtensor.recipes.config import HybridConfig
@@ -57,7 +57,7 @@ def grouped_linear(input: Tensor, weight: Weight, ends: Tensor) -> Tensor:
             "cast one, or use torch.autocast"
         )
     _check(input, weight, ends)
-    _check_layout(weight)
+    _check_stack_layout(weight)
     _check_first(weight)
     if is_traced():
         # Not every compiler checks what ``_are`` assumes; this raises for another number when the graph runs.
@@ -108,12 +108,10 @@ def _are(count: IntLikeType, experts: int) -> bool:
     return alike
 
 
-def _check_layout(weight: Weight) -> None:
+def _check_stack_layout(weight: Weight) -> None:
     """Raise ValueError if a weight is multiplied in another layout than ``quantize_`` recorded (``transposed``)."""
     state = weight.record.layer
-    if state is None or state.transposed is None:
-        return
-    if 1 not in weight.shape[1:] and state.transposed != is_transposed(weight):
+    if state is not None and state.transposed is not None and uses_other_layout(weight):
         layout = "[E, in, out]" if state.transposed else "[E, out, in]"
         raise ValueError(
             f"grouped_mm: experts {state.name} were converted as stored {layout}, and were multiplied in the "

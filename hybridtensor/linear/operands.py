@@ -49,6 +49,11 @@ def is_transposed(weight: Weight) -> bool:
     return weight.plain.stride(-1) != 1
 
 
+def uses_other_layout(weight: Weight) -> bool:
+    """Return whether a product multiplies a weight, or each expert's, in another layout than it is stored in."""
+    return is_transposed(weight) != weight.is_transposed and 1 not in weight.shape[-2:]
+
+
 class Needs(NamedTuple):
     """Which gradients backward will be asked for.
 
