@@ -99,7 +99,7 @@ class CommonScale:
             )
         # Weak references, not ids: another record may have the id of one that is gone.
         measured: list[tuple[object, ...]] = [
-            (weakref.ref(weight.record), weight.version, weight.config, weight.plain.data_ptr())
+            (weakref.ref(weight.record), weight.changes, weight.config, weight.plain.data_ptr())
             for weight in weights
         ]
         if measured == self._measured and not is_recorded() and not _is_replayed(weights):

@@ -54,18 +54,12 @@ class QuantizedWhenUsed(InterceptingTensor):
         return known[2]
 
     @property
-    def version(self) -> int:
+    def changes(self) -> int:
         """A number that changes with every write, and every possible write through an alias."""
         _, of_plain = self._versions()
         record = self.record
         record.count_others(self.plain, of_plain)
         return record.changes
-
-    @property
-    def writes(self) -> int:
-        """Number of counted writes, including those of compiled code."""
-        self._count_graph_writes(version_of(self))
-        return self.record.writes + self.record.compiled_writes
 
     @property
     def written(self) -> tuple[int, int]:
@@ -77,7 +71,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         return record.writes + record.compiled_writes, of_plain
 
     @property
-    def state_version(self) -> int | tuple[int | None, int] | None:
+    def scales(self) -> int | tuple[int | None, int] | None:
         """A value that changes with the layer's remembered scales and common scale."""
         layer = self.record.layer
         version = None if layer is None else getattr(layer, "version", None)
@@ -292,7 +286,10 @@ class QuantizedWhenUsed(InterceptingTensor):
     def check_common_scale(self) -> None:
         """Raise if a graph writes a weight before using it: its common scale is a graph input."""
         state = self.state
-        if state is not None and state.common_amax is not None and self.writes:
+        if state is None or state.common_amax is None:
+            return
+        self._count_graph_writes(version_of(self))
+        if self.record.writes or self.record.compiled_writes:
             raise NotImplementedError(
                 "common_scale: one graph writes a weight and then multiplies by it, and takes its common "
                 "scale from before; compile the optimizer's step by itself"

@@ -127,7 +127,7 @@ class Shard:
         # Nothing that a persistent weight sends is cached, so that its writes need not be noticed.
         if isinstance(part, MasterWeight):
             scales = getattr(layer, "version", None)
-            contents = record, config, layer, self.sharded.version, part.version, scales
+            contents = record, config, layer, self.sharded.version, part.changes, scales
         if contents == self.contents and config is self.config:
             return False
         if adopts or not self.has_recipe:
@@ -139,7 +139,7 @@ class Shard:
         self.replayed = record.replayed or getattr(layer, "replayed", False)
         if self.common is not None and isinstance(part, MasterWeight):
             # also writes of the other weights with this common scale
-            contents = (*contents[:-1], part.state_version)
+            contents = (*contents[:-1], part.scales)
             if contents == self.contents:
                 return False
         self.contents = contents
