@@ -34,6 +34,7 @@ from hybridtensor.ops import Face
 from hybridtensor.optim import MasterWeights
 from hybridtensor.ranks import TIMEOUT, together
 from hybridtensor.state import weight_of_state
+from hybridtensor.state.contract import is_first_rank
 from hybridtensor.subclasses import (
     FaceTensor,
     HybridTensor,
@@ -73,8 +74,7 @@ def export_safetensors(
     read it. Buffers are written unchanged, the state of quantizers is not. Tied weights are written under their first
     name, and the metadata maps the other names to it, as ``safetensors.torch.save_model`` does.
 
-    All ranks of a sharded model must call it, and the first rank writes; if one rank fails, all raise. Other models
-    may be exported by the first rank alone.
+    All ranks of a sharded model must call it, and the first writes; if one fails, all raise. Others may call it alone.
 
     Args:
         model: Any module.
@@ -94,20 +94,21 @@ def export_safetensors(
         ImportError: If ``safetensors`` is not installed.
         TypeError: If an argument is of the wrong kind.
         ValueError: If ``dtype`` is unknown, or a quantized weight has no face that the forward multiplies.
-        NotImplementedError: If ``dtype`` is ``"quantized"`` and the model is sharded.
+        NotImplementedError: If ``dtype`` is ``"quantized"`` and the model is sharded; for a stage of a pipeline.
         OSError: If the file cannot be written; of a sharded model RuntimeError, on every rank.
         RuntimeError: If a rank is gone; on every rank.
     """
     require_module("export_safetensors", model)
     require_timeout("export_safetensors", timeout)
     library = safetensors("export_safetensors")
+    first = is_first_rank("export_safetensors", model)
     everyone = together("export_safetensors", model, timeout)
     everyone(lambda: _check(path, dtype, columnwise, masters))
     tensors, metadata = everyone(lambda: _collect(model, dtype, columnwise, masters))
     target = Path(path)
 
     def write() -> None:
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        if first:
             whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
             _write(library, whole, metadata, target)
 

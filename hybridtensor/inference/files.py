@@ -17,7 +17,6 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridtensor.arguments import require_int, require_module, require_path
@@ -26,6 +25,7 @@ from hybridtensor.inference.layouts import AUTO, Settings
 from hybridtensor.inference.names import unwrapped
 from hybridtensor.inference.tensors import BUCKET, inference_tensors
 from hybridtensor.ranks import TIMEOUT, together
+from hybridtensor.state.contract import is_first_rank
 from hybridtensor.untrusted.files import digest_file, own_folder, sync_folder
 from hybridtensor.untrusted.safetensors_files import safetensors, save_file
 from hybridtensor.untrusted.safetensors_folder import CONFIG, DIGESTS, INDEX
@@ -75,12 +75,13 @@ def export_pretrained(
         ImportError: If ``safetensors`` is not installed.
         TypeError: If an argument is of the wrong kind.
         ValueError: If the folder is there, or no layout holds a weight, or names collide.
+        NotImplementedError: For a stage of a pipeline.
         OSError: If a file cannot be written; of a sharded model RuntimeError, on every rank.
     """
     who = "export_pretrained"
     require_module(who, model)
+    first = is_first_rank(who, model)
     everyone = together(who, model, timeout)
-    first = not dist.is_initialized() or dist.get_rank() == 0
     library, target = everyone(lambda: _given(who, folder, shard_bytes, first))
     tensors = inference_tensors(
         model, layout, experts=experts, dtype=dtype, bucket_bytes=bucket_bytes, ranks="first",

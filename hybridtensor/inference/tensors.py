@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridtensor.arguments import (
@@ -29,6 +28,7 @@ from hybridtensor.inference.weights import Exported, exported, names_of
 from hybridtensor.ops import Face
 from hybridtensor.ops.groups import matrix_of
 from hybridtensor.ranks import TIMEOUT, Ranks, is_sharded, together
+from hybridtensor.state.contract import is_first_rank
 
 BUCKET = 256 * 2**20
 _WHO = "inference_tensors"
@@ -87,13 +87,14 @@ def inference_tensors(
     """
     require_module(_WHO, model)
     require_timeout(_WHO, timeout)
+    mine = ranks == "all" or is_first_rank(_WHO, model)
     given: dict[str, Any] = {"layout": layout, "experts": experts, "dtype": dtype}
     given |= {"bucket_bytes": bucket_bytes, "ranks": ranks, "static_inputs": static_inputs}
     names, found = together(_WHO, model, timeout)(lambda: _read(_WHO, model, **given))
     everyone = _agreed(model, timeout, given, found)
     stacks = _stacks_to_split(found)
     pack = functools.partial(_packed, names=names, stacks=stacks, static_inputs=static_inputs)
-    return _named(found, pack, dtype, bucket_bytes, ranks == "first", everyone)
+    return _named(found, pack, dtype, bucket_bytes, ranks == "first", mine, everyone)
 
 
 def _agreed(
@@ -152,10 +153,10 @@ def _named(
     dtype: torch.dtype,
     bucket_bytes: int,
     first_only: bool,
+    mine: bool,
     everyone: Ranks | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors, a bucket after the other."""
-    mine = not first_only or not dist.is_initialized() or dist.get_rank() == 0
+    """Yield names and tensors, a bucket after the other; none unless they are ``mine``."""
     places, seen = places_of(found), set[str]()
     failed: Exception | None = None
     for bucket in _buckets(found, dtype, bucket_bytes):

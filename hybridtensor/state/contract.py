@@ -94,6 +94,22 @@ def stages_of(model: nn.Module) -> list[Any]:
     return [one for one in known if any(id(p) in own for p in one.submod.parameters())]
 
 
+def is_first_rank(who: str, model: nn.Module) -> bool:
+    """Return whether this rank writes what all ranks hold: the first one, or a process alone.
+
+    Raises:
+        NotImplementedError: If the model is a stage of a pipeline, of which other ranks have others.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+    if stages_of(model):
+        raise NotImplementedError(
+            f"{who}: {type(model).__name__} is a stage of a pipeline, of which only the first rank's would be written; "
+            "save plain_state_dict(stage) on each rank, or load all stages into one model"
+        )
+    return dist.get_rank() == 0
+
+
 def require_no_join(model: nn.Module) -> None:
     """Raise NotImplementedError where ranks may train on while others have no batches left."""
     configs = [wrapper._join_config for wrapper in _wrappers(model)]

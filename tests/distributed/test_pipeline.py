@@ -256,6 +256,27 @@ def test_a_stage_in_a_wrapper_uses_its_own_amaxes(two):
     two.run(trains_in_a_wrapper)
 
 
+def exports_a_stage(rank, folder):
+    """The first rank alone would write, and the other stage would be in no file."""
+    stage = make("fp8", 2, NAMES[1])[rank]
+    runs = pipelined("1F1B", {rank: stage}, 2, 4)
+    calls = {
+        "export_safetensors": lambda: ht.export_safetensors(stage, f"{folder}/{rank}.safetensors"),
+        "export_pretrained": lambda: ht.export_pretrained(stage, f"{folder}/{rank}"),
+        "inference_tensors": lambda: list(ht.inference_tensors(stage, ranks="first")),
+    }
+    for name, call in calls.items():
+        with pytest.raises(NotImplementedError, match=f"{name}: Sequential is a stage of a pipeline"):
+            call()
+    assert dict(ht.inference_tensors(stage))
+    del runs
+
+
+def test_a_stage_is_not_exported_as_a_whole_model(two, tmp_path):
+    two.run(exports_a_stage, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
 # -- several ranks with the same stage
 
 
