@@ -105,13 +105,13 @@ def test_an_operator_of_the_namespace_passes_opcheck(operator):
 
 
 def test_an_aten_operator_is_answered_by_its_table(monkeypatch):
-    func = torch.ops.aten.logit.default
+    func = torch.ops.aten.logcumsumexp.default
     monkeypatch.delitem(MasterWeight.ops.handlers, func, raising=False)
     weight = MasterWeight(torch.full((4, 8), 0.25), ht.HybridConfig.parse("fp8"))
-    with pytest.raises(NotImplementedError, match=r"aten\.logit"):
-        torch.logit(weight)
-    monkeypatch.setitem(MasterWeight.ops.handlers, func, lambda func, args, kwargs: func(args[0].plain, **kwargs))
-    assert torch.equal(torch.logit(weight), torch.logit(weight.plain))
+    with pytest.raises(NotImplementedError, match=r"aten\.logcumsumexp"):
+        torch.logcumsumexp(weight, 0)
+    monkeypatch.setitem(MasterWeight.ops.handlers, func, lambda func, args, kwargs: func(args[0].plain, *args[1:]))
+    assert torch.equal(torch.logcumsumexp(weight, 0), torch.logcumsumexp(weight.plain, 0))
 
 
 def test_a_layout_is_a_row(monkeypatch):

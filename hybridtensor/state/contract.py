@@ -6,7 +6,7 @@ import datetime
 import gc
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from hybridtensor.ranks import PATIENCE, TIMEOUT, patience, require_alike
 from hybridtensor.state.layer import LayerState
 from hybridtensor.state.ranks import ALL_RANKS, TrainingRanks
 from hybridtensor.state.training import Group, Training, on_host, training_of
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.stage import _PipelineStageBase  # private
 
 ADVICE = "convert the model alike everywhere, or name the ranks that train it with set_mesh_"
 
@@ -82,7 +85,7 @@ def _wrappers(model: nn.Module) -> list[DistributedDataParallel]:
 _PIPELINING = "torch.distributed.pipelining.stage"
 
 
-def stages_of(model: nn.Module) -> list[Any]:
+def stages_of(model: nn.Module) -> list[_PipelineStageBase]:
     """Return the stages of pipelines that run a model, a part of it, or a module that it is a part of."""
     if _PIPELINING not in sys.modules:
         return []

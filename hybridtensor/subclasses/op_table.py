@@ -129,7 +129,7 @@ def _is_elementwise(func: Func) -> bool:
     )
 
 
-def _has_out(op: torch._ops.OpOverload[..., Any]) -> bool:
+def _has_out(op: Func) -> bool:
     """Return whether an operator writes into ``out``, by its schema, which is private."""
     return any(
         a.kwarg_only and a.alias_info and a.alias_info.is_write for a in op._schema.arguments
