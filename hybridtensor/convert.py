@@ -102,7 +102,7 @@ def quantize_(
     as ``get_output_embeddings()``), routers, their gates (a ``gate`` narrower than its input), layers inside of these
     and ``shared_expert_gate`` stay plain by default; ``explain(model)`` says why, and the logger ``hybridtensor`` lists
     them. Three-dimensional parameters are experts' weights if their first extent is their module's ``num_experts``.
-    Linear layers of classes other than ``nn.Linear`` and GPT-2's say ``is_transposed`` (True if stored ``[in, out]``).
+    Linear layers of classes other than ``nn.Linear`` and GPT-2's say ``is_transposed``: if stored ``[in, out]``.
 
     Args:
         model: Any module; its layers are found at every depth, the root included.

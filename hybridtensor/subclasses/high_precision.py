@@ -65,7 +65,7 @@ class HighPrecisionValues:
 
     @property
     def no_optimizer_saves(self) -> bool:
-        """Whether there are values other than those that the weight was made from, and no optimizer has them."""
+        """Whether a write, or a copy of the weight, gave it values of its own that no optimizer has."""
         return self._owned and self.original is not None
 
     # -- others like it

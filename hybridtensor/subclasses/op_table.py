@@ -61,7 +61,7 @@ class OpTable:
         return handler
 
     def register_elementwise(self, *, reading: Handler, writing: Handler) -> None:
-        """Register the handlers of all operators on each element that have none of their own: these multiply no
+        """Register the handlers of all elementwise operators of torch that have none of their own: they multiply no
         matrices."""
         self._elementwise = reading, writing
 
@@ -118,8 +118,8 @@ def _is_composite(func: torch._ops.OpOverload[..., Any]) -> bool:
 
 @functools.cache
 def _is_elementwise(func: Func) -> bool:
-    """Return whether torch tags an operator of this name as one on each element; in-place ones and those of lists,
-    which have no tags everywhere, are like it."""
+    """Return whether torch tags an operator as elementwise, or the one that it is the in-place or ``_foreach_`` form
+    of: these forms are not always tagged."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or _has_out(func):
         return False
     name = func._schema.name.removeprefix("aten::").removeprefix("_foreach_")

@@ -1,4 +1,4 @@
-"""Operators on each element compute with the values of weights: all that this torch has.
+"""Elementwise operators compute with the values of weights: all that this torch has.
 
 Oracle: the same operator on plain tensors, bitwise.
 """

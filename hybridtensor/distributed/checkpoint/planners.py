@@ -248,7 +248,7 @@ class HybridLoadPlanner(DefaultLoadPlanner):
 
 
 def _warn_of_lost_values(tensors: list[tuple[str, Tensor]]) -> None:
-    """Warn if only the faces of a persistent weight are stored, and its values, which were written, are lost."""
+    """Warn if only the faces of a persistent weight are stored, and its values in high precision are lost."""
     parts = [(name, local(value)) for name, value in tensors]
     lost = [
         name
@@ -257,9 +257,9 @@ def _warn_of_lost_values(tensors: list[tuple[str, Tensor]]) -> None:
     ]
     if lost:
         warnings.warn(
-            f"checkpoint: of {len(lost)} persistent weights ({lost[0]}, ...) only the faces are saved, without the "
-            "values in high precision that were written to them, and training cannot resume with the same bits; "
-            "step them by hybridtensor.optim.MasterWeights, and save it, too",
+            f"checkpoint: of {len(lost)} persistent weights ({lost[0]}, ...) only the faces are saved, without their "
+            "values in high precision, and training cannot resume with the same bits; step them by "
+            "hybridtensor.optim.MasterWeights, and save it, too",
             UserWarning,
             stacklevel=2,
         )

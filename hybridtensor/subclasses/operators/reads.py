@@ -1,7 +1,7 @@
 """The operators that weights answer by their high-precision values, whichever form they have: reads and writes.
 
-Besides all those on each element, which torch tags: others are listed one by one, so that a product that nobody thought
-about raises.
+Elementwise ones, which torch tags, are handled as such (``OpTable.register_elementwise``). All others are listed here,
+one by one, so that a product that nobody thought about raises.
 """
 
 from __future__ import annotations
