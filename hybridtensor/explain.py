@@ -175,7 +175,7 @@ def explain(model: nn.Module, *, show: bool = False) -> Explanation:
             if gathered is not None:
                 sent.append(GatherRow(layer, *gathered))
             # An alias may be written uncounted, so that no face of this weight is cached.
-            if isinstance(weight, MasterWeight) and weight.record.is_shared(weight.plain):
+            if isinstance(weight, MasterWeight) and weight.is_held_elsewhere:
                 shared.append(layer)
             row = _layer_row(found, config, seen, _common_scale(found, names))
             layers.append(row)

@@ -56,15 +56,19 @@ class QuantizedWhenUsed(InterceptingTensor):
     @property
     def changes(self) -> int:
         """A number that changes with every write, and every possible write through an alias."""
-        _, of_plain = self._versions()
-        record = self.record
-        record.count_others(self.plain, of_plain)
-        return record.changes
+        self._count_unobserved()
+        return self.record.changes
+
+    @property
+    def is_held_elsewhere(self) -> bool:
+        """Whether someone else holds the memory now, maybe another process, and may write it uncounted."""
+        self._count_unobserved()
+        return self.record.is_held_elsewhere
 
     @property
     def written(self) -> tuple[int, int]:
         """A value that changes with every counted write, equally on all ranks that write."""
-        _, of_plain = self._versions()
+        _, of_plain = self._count_unobserved()
         record = self.record
         # Not ``changes``: those that only may have happened are not alike on all ranks. A rank that returned an alias
         # would reduce amaxes alone, and wait for the others.
@@ -90,8 +94,7 @@ class QuantizedWhenUsed(InterceptingTensor):
                 # First: it counts writes of sibling weights, too, and may change the version that is read next.
                 common.measure_written()
                 scales = scales, common.version
-        own, of_plain = self._versions()
-        record.count_others(self.plain, of_plain)
+        own, of_plain = self._count_unobserved()
         stamp = record.changes, scales, self.config, dtype
         return Seen(stamp, scales, (record.writes, of_plain, own))
 
@@ -99,8 +102,8 @@ class QuantizedWhenUsed(InterceptingTensor):
         """What faces depend on now: write counts, scales, recipe and ``dtype``."""
         return self.seen(dtype).stamp
 
-    def _versions(self) -> tuple[int, int]:
-        """Count writes of compiled graphs, and return torch's version counters of this object and the plain tensor."""
+    def _count_unobserved(self) -> tuple[int, int]:
+        """Count writes that no handler saw, and return torch's version counters of this object and the plain tensor."""
         plain = self.plain
         try:
             # Attempted first: asking whether a tensor has a counter takes longer than reading it, and every use comes
@@ -110,6 +113,7 @@ class QuantizedWhenUsed(InterceptingTensor):
             own, of_plain = version_of(self), version_of(plain)
         if own != self._seen:
             self._count_graph_writes(own)
+        self.record.count_others(plain, of_plain)
         return own, of_plain
 
     def _count_graph_writes(self, version: int) -> None:

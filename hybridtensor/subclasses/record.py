@@ -169,7 +169,7 @@ class WeightRecord:
     def alias_for_others(self, plain: Tensor) -> Tensor:
         """Return an alias of ``plain`` for someone who may write it in ways that nothing counts."""
         # A tensor object of its own: whatever is made from it (``.data``, numpy, DLPack) keeps it alive, which
-        # ``is_shared`` detects.
+        # ``count_others`` detects.
         self.changes += 1
         # Whoever gets the alias may write on any stream.
         self.written_on = None
@@ -198,20 +198,16 @@ class WeightRecord:
         # may have written in between.
         if self._holders[id(plain)].version != version:
             self.count_writes(plain, version)
-        shared = self.is_shared(plain)
+        # Each living tensor over a storage counts once in the storage's use count, and the storage object that is asked
+        # counts once more. ``torch._C._storage_Use_Count`` is private; ``tests/subclasses/test_record.py`` fails where
+        # it counts otherwise. Other processes may hold it, too, which is true of all CUDA memory.
+        storage = plain.untyped_storage()
+        shared = _use_count(storage._cdata) > len(self._holders) + 1 or (
+            not plain.is_cuda and storage.is_shared()
+        )
         if shared or self.is_held_elsewhere:
             self.changes += 1
             self.is_held_elsewhere = shared
-
-    def is_shared(self, plain: Tensor) -> bool:
-        """Return whether someone else holds memory of ``plain`` now, maybe another process."""
-        # Each living tensor over a storage counts once in the storage's use count, and the storage object that is asked
-        # counts once more. ``torch._C._storage_Use_Count`` is private; ``tests/subclasses/test_record.py`` fails where
-        # it counts otherwise.
-        storage = plain.untyped_storage()
-        if _use_count(storage._cdata) > len(self._holders) + 1:
-            return True
-        return not plain.is_cuda and storage.is_shared()  # of CUDA always true
 
 
 def version_of(tensor: Tensor) -> int:
