@@ -6,6 +6,7 @@ Ranks see the same tokens, so that the mean of their gradients is that of the un
 import copy
 
 import pytest
+import tiers
 import torch
 from processes import generator, here
 from sharding import mesh_of
@@ -14,6 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import hybridtensor as ht
+
+BACKEND = "inductor" if tiers.LONG else "aot_eager"  # when amaxes are recorded no backend decides
 
 
 class Net(nn.Module):
@@ -146,7 +149,7 @@ def trains_like_its_twin(rank, program, recipe, compiled):
     twin = copy.deepcopy(net)
     for layer in net.layers:
         if compiled:
-            layer.compile()
+            layer.compile(backend=BACKEND)
         fully_shard(layer, mesh=mesh_of(rank, 2))
     fully_shard(net, mesh=mesh_of(rank, 2))
     for step in range(4):
