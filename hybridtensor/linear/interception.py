@@ -22,9 +22,9 @@ from hybridtensor.linear.tensor_parallel import require_own_tokens
 from hybridtensor.linear.values import as_read, read, values_of
 from hybridtensor.ops.autograd import Function
 from hybridtensor.subclasses import HybridTensor, MasterWeight
-from hybridtensor.subclasses.intercepting import InterceptingTensor, name_of_weights
+from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.observing import observe_read
-from hybridtensor.subclasses.op_table import Args, Func, Kwargs
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs, name_of_weights
 from hybridtensor.subclasses.owners import settle
 
 T = TypeVar("T", bound=Callable[..., object])

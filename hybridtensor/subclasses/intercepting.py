@@ -51,14 +51,6 @@ class FSDPHooks(Protocol):
         """Quantize new values into local shards; return the pairs without FSDP2."""
 
 
-def name_of_weights(values: object) -> str:
-    """Return how an error names the weights among values: by their layers, where these have names."""
-    weights = [leaf for leaf in tree_leaves(values) if isinstance(leaf, InterceptingTensor)]
-    states = [weight.state for weight in weights]
-    names = dict.fromkeys(state.name for state in states if state is not None and state.name)
-    return f"the weight of layer {', '.join(names)}" if names else "the weight of a layer"
-
-
 class PreAllGather:
     """The first FSDP2 hook as an object with a signature."""
 
@@ -188,6 +180,12 @@ class InterceptingTensor(WrapperTensor):
         """The tensors of the layer's state that quantizing needs."""
         layer = self.record.layer
         return layer.tensors() if isinstance(layer, LayerState) else layer
+
+    @property
+    def layer_name(self) -> str:
+        """The name of the weight's layer for errors, or an empty one."""
+        state = self.state
+        return "" if state is None else state.name
 
     @property
     def is_transposed(self) -> bool:

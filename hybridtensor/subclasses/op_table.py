@@ -81,23 +81,25 @@ class OpTable:
     def _handler_of_others(self, func: Func, args: Args, kwargs: Kwargs) -> Handler:
         library = getattr(func, "namespace", "aten")
         if self._of_others is None:
-            self.refuse(func)
+            self.refuse(func, args, kwargs)
         if library in _OF_TORCH:
             if not _only_writes(func, args, kwargs):
-                self.refuse(func)
+                self.refuse(func, args, kwargs)
             return self._of_others
         if not func._schema.is_mutable:  # private; nothing else says whether an operator writes
+            who = f"{self._owner}{of_layers((args, kwargs))}"
             raise NotImplementedError(
-                f"{self._owner}: {func} is an operator of the library {library}, whose schema names nothing that it "
-                "writes, so that it may multiply the weight unquantized; pass it dequantize(), or declare what it "
-                "writes (mutates_args)"
+                f"{who}: {func} is an operator of the library {library}, whose schema names nothing that it writes, so "
+                "that it may multiply the weight unquantized; pass it dequantize(), or declare what it writes "
+                "(mutates_args)"
             )
         return self._of_others
 
-    def refuse(self, func: Func) -> NoReturn:
+    def refuse(self, func: Func, args: Args, kwargs: Kwargs) -> NoReturn:
         """Raise NotImplementedError for an operator without a handler."""
+        who = f"{self._owner}{of_layers((args, kwargs))}"
         raise NotImplementedError(
-            f"{self._owner}: {func} is not an operation of this class; {self._advice}"
+            f"{who}: {func} is not an operation of this class; {self._advice}"
         )
 
     def __iter__(self) -> Iterator[Func]:
@@ -105,6 +107,18 @@ class OpTable:
 
     def __len__(self) -> int:
         return len(self.handlers)
+
+
+def of_layers(values: object) -> str:
+    """Return for an error of which layers the weights among values are, where these have names."""
+    found = (getattr(leaf, "layer_name", "") for leaf in tree_leaves(values))
+    names = ", ".join(dict.fromkeys(name for name in found if name))
+    return f" of layer {names}" if names else ""
+
+
+def name_of_weights(values: object) -> str:
+    """Return how an error names the weights among values: by their layers, where these have names."""
+    return f"the weight{of_layers(values) or ' of a layer'}"
 
 
 @functools.cache

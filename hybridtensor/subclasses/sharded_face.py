@@ -107,7 +107,7 @@ def _alias(func: Func, args: Args, kwargs: Kwargs) -> ShardedFace:
     """Alias the face, as module hooks view their inputs; no other shape."""
     face: ShardedFace = args[0]
     if func is torch.ops.aten.view.default and tuple(args[1]) != tuple(face.shape):
-        ShardedFace.ops.refuse(func)
+        ShardedFace.ops.refuse(func, args, kwargs)
     made = face.map_inner(lambda tensor: tensor)
     made.sharing = face.sharing
     return made

@@ -155,7 +155,7 @@ def _scatter_output(y: DTensor, weight: DTensor, dim: int, name: str | None) -> 
 
 def _tell_once(weight: Weight, role: str, reason: str) -> None:
     """Log why tokens are gathered in high precision, at the first call."""
-    name = "" if weight.state is None else weight.state.name
+    name = weight.layer_name
     if (name, role, reason) not in _told:
         _told.add((name, role, reason))
         _logger.info("layer %s, %s: values are gathered, not bytes: %s", name, role, reason)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hybridtensor.ops.library import is_captured
-from hybridtensor.subclasses.intercepting import InterceptingTensor, name_of_weights
+from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.master_tensor import MasterWeight
-from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable, name_of_weights, of_layers
 from hybridtensor.subclasses.wrapper import WrapperTensor
 
 aten = torch.ops.aten
@@ -303,7 +303,7 @@ def to_copy_stride(x: Tensor, memory_format: torch.memory_format | None) -> tupl
 
 def assignable(weight: InterceptingTensor, value: object) -> Tensor:
     """Return the plain values assigned to ``weight.data``; raise if FSDP2 or a CUDA graph prevents the assignment."""
-    who = f"{type(weight).__name__}.data"
+    who = f"{type(weight).__name__}.data{of_layers(weight)}"
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{who}: a floating-point tensor is required, got {got}; cast it")

@@ -11,7 +11,7 @@ from hybridtensor.arguments import HIGH_PRECISION
 from hybridtensor.subclasses.high_precision import whole
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor, is_of
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
-from hybridtensor.subclasses.op_table import Args, Func, Kwargs
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs, of_layers
 from hybridtensor.subclasses.operators.common import (
     FACTORIES,
     PRODUCTS,
@@ -221,14 +221,13 @@ def present_values(weight: HybridTensor, who: str) -> Tensor:
     if known is not None:
         return known.clone()
     if weight.is_gathered:
-        name = "" if weight.state is None else weight.state.name
         raise NotImplementedError(
-            f"HybridTensor: {who} of {name and f'{name}, '}a weight that FSDP2 gathered, which has quantized faces "
+            f"HybridTensor{of_layers(weight)}: {who} of a weight that FSDP2 gathered, which has quantized faces "
             "only, and is dropped at the next reshard; call reshard() before it is written"
         )
     if weight.requires_grad or weight.record.values is not None:
         raise NotImplementedError(
-            f"HybridTensor: {who} of a trainable weight needs its values in high precision, got "
+            f"HybridTensor{of_layers(weight)}: {who} of a trainable weight needs its values in high precision, got "
             "faces only, in which small changes are lost; step it through "
             "hybridtensor.optim.MasterWeights"
         )

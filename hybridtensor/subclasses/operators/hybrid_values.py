@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from hybridtensor.ops.face import bytewise
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor
 from hybridtensor.subclasses.observing import observe_read
-from hybridtensor.subclasses.op_table import Args, Func, Kwargs, overloads, written_by
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs, of_layers, overloads, written_by
 from hybridtensor.subclasses.operators.common import FUNCTIONAL
 from hybridtensor.subclasses.operators.hybrid import present_values, requantize_
 from hybridtensor.subclasses.operators.reads import READS, WRITES
@@ -33,7 +33,7 @@ def _write(func: Func, args: Args, kwargs: Kwargs) -> object:
         if not isinstance(item, HybridTensor):
             return item
         if item.config is None:
-            table.refuse(func)
+            table.refuse(func, args, kwargs)
         # One copy of values per weight, also where a list names it twice: both are then written,
         # and are quantized once.
         if id(item) not in weights:
@@ -104,7 +104,7 @@ def values_to_read(weight: HybridTensor, func: Func, in_training: bool = False) 
         NotImplementedError: For a parameter, which models compute with, and where the values are gone.
     """
     if weight.config is None:
-        table.refuse(func)
+        table.refuse(func, (weight,), {})
     if weight.requires_grad or isinstance(weight, torch.nn.Parameter) or weight.is_gathered:
         _refuse_values(weight, func)
     observe_read(weight, func, in_training=in_training)
@@ -113,8 +113,8 @@ def values_to_read(weight: HybridTensor, func: Func, in_training: bool = False) 
         return known.to(weight.dtype)
     if weight.record.values is not None:
         raise NotImplementedError(
-            f"HybridTensor: {func} of a trainable weight needs its values in high precision, got faces only, in "
-            "which small changes are lost, as those of an average; read the masters of "
+            f"HybridTensor{of_layers(weight)}: {func} of a trainable weight needs its values in high precision, got "
+            "faces only, in which small changes are lost, as those of an average; read the masters of "
             "hybridtensor.optim.MasterWeights, or dequantize()"
         )
     return weight.dequantize()
@@ -135,9 +135,8 @@ def _gather(func: Func, args: Args, kwargs: Kwargs) -> object:
 def _refuse_values(weight: HybridTensor, func: Func) -> NoReturn:
     """Raise NotImplementedError for an operator that would compute with a weight in high precision."""
     which = "that FSDP2 gathered" if weight.is_gathered else "that is persistent"
-    name = "" if weight.state is None else weight.state.name
     raise NotImplementedError(
-        f"HybridTensor: {func} would compute with the values of {name and f'{name}, '}a weight {which}, of which there "
+        f"HybridTensor{of_layers(weight)}: {func} would compute with the values of a weight {which}, of which there "
         "are quantized faces only; multiply it by F.linear, read dequantize(), or leave the layer out of quantize_ "
         "(keep_bf16)"
     )

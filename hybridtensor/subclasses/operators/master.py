@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtensor.subclasses.master_tensor import MasterWeight, mark_all_written
 from hybridtensor.subclasses.observing import observe_read
-from hybridtensor.subclasses.op_table import Args, Func, Kwargs, written_by
+from hybridtensor.subclasses.op_table import Args, Func, Kwargs, of_layers, written_by
 from hybridtensor.subclasses.operators.common import (
     FACTORIES,
     FUNCTIONAL,
@@ -95,7 +95,7 @@ def _transpose_in_place(func: Func, args: Args, kwargs: Kwargs) -> MasterWeight:
     """Transpose as ``nn.init.orthogonal_`` does with what ``new_empty`` made."""
     weight: MasterWeight = args[0]
     if not weight.record.is_new:
-        table.refuse(func)
+        table.refuse(func, args, kwargs)
     weight.become(weight.alias(weight.plain.t()))
     weight.mark_written()
     return weight
@@ -188,8 +188,8 @@ def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
         observe_read(weight, func)
     if func in _BY_NUMBER and isinstance(args[0], MasterWeight) and args[0].dim() == 3:
         raise NotImplementedError(
-            f"MasterWeight: {func} would copy the weights of experts {tuple(args[0].shape)} for each token, as "
-            "values; multiply them by F.grouped_mm (in Transformers experts_implementation='grouped_mm'), or "
+            f"MasterWeight{of_layers(args)}: {func} would copy the weights of experts {tuple(args[0].shape)} for each "
+            "token, as values; multiply them by F.grouped_mm (in Transformers experts_implementation='grouped_mm'), or "
             "read them by dequantize()"
         )
     return _run(func, args, kwargs)
