@@ -419,6 +419,15 @@ def test_values_of_more_precision_than_the_weight_are_quantized_as_they_are(step
     assert torch.equal(net.weight.rowwise.dequantize(), expected)
 
 
+def test_writes_into_a_weight_in_float64_are_quantized_from_fp32():
+    """Optimizers that compute in float64 cast ``data`` first; no cast reads such values."""
+    net, values = layer(persistent=True), plain(1)
+    net.weight.data = net.weight.data.double()
+    with torch.no_grad():
+        net.weight.mul_(0).add_(values)
+    assert torch.equal(net.weight.rowwise.dequantize(torch.float32), ht.Float8Quantizer().quantize(values).dequantize())
+
+
 def test_persistent_weights_are_not_joined():
     """DistributedDataParallel joins parameters, sends them, and writes the parts back."""
     data = layer(persistent=True).weight.data

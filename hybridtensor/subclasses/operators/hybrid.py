@@ -154,9 +154,7 @@ def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         dst.high_precision.mark_copied(src.dequantize, dst.taken, known=known, unchanged=unchanged)
         return dst
     values = src.dequantize() if isinstance(src, WrapperTensor) else src
-    # What casts do not read, float64 and integers, fp32 holds as well as the faces can
-    dtype = values.dtype if values.dtype in HIGH_PRECISION else torch.float32
-    return requantize_(dst, values.to(dst.device, dtype).expand(dst.shape))
+    return requantize_(dst, values.to(dst.device).expand(dst.shape))
 
 
 def _same_kind(dst: HybridTensor, src: HybridTensor) -> bool:
@@ -190,7 +188,8 @@ def requantize_(dst: HybridTensor, values: Tensor) -> HybridTensor:
             "use quantizer.update_(tensor, values)"
         )
     if not _is_empty_view(dst):
-        refresh_(dst, values)
+        # What casts do not read, float64 and integers, fp32 holds as well as the faces can
+        refresh_(dst, values if values.dtype in HIGH_PRECISION else values.float())
     return dst
 
 
