@@ -113,7 +113,7 @@ def _cast_fp8(v, out, state, slot, also, place, FACE: tl.constexpr, TILE: tl.con
         y = v * factor
         unit = scale
     elif FACE.kind == ROW:
-        measured = tl.load(out.measured + i, mask=i < place.OTHER, other=0.0)
+        measured = tl.load(out.measured + i, mask=i < place.OTHER, other=0.0).to(tl.float32)
         factor, scale = encode_scale(measured, FACE.e5m2, FACE.pow2, FACE.overflow)
         y = v * factor[:, None]
         unit = scale[:, None]
@@ -178,7 +178,7 @@ def _load_level(out, place, FACE: tl.constexpr, P: tl.constexpr):
     """Store and return the fp32 scales of a two-level format, one or ``[P, 1]``, or the factors of whole sums."""
     if FACE.kind == NVFP4_ROW:
         i = place.other + tl.arange(0, P)
-        level = tl.load(out.measured + i, mask=i < place.OTHER, other=0.0)
+        level = tl.load(out.measured + i, mask=i < place.OTHER, other=0.0).to(tl.float32)
         # Nothing, or an Inf, has an encode scale of 1.
         level = tl.where((level == 0) | (level == float("inf")), FACE.level_max, level)
         if FACE.store and place.along == 0:

@@ -203,25 +203,29 @@ def _as_values(
 
 
 def _measured_by_the_graph(matrix: Tensor, request: CastRequest, context: Context) -> Context:
-    """Return the context with the amax of the matrix, if that is all that casts measure, from operations of torch.
+    """Return the context with the amaxes of the matrix, or of its rows, if that is all that casts measure, from
+    operations of torch.
 
     A compiler puts them into what makes the matrix, which saves a pass over it. Weights are not made, but read. Of a
-    single row nothing would be stored in between, so that the amax could be of values that were not rounded yet.
+    single row nothing would be stored in between, so that the amax could be of values that were not rounded yet: those
+    of rows stay in their dtype for that.
     """
     rows = matrix.shape[0]
     if rows <= 1 or any(amax is not None for amax in context.amaxes):
         return context
     of_matrix = (request.row or request.source, request.column if request.source is None else None)
-    measures = [cast is not None and cast.amax_per is not None for cast in of_matrix]
-    per_row_or_rotated = any(
-        cast is not None and (cast.amax_per == "row" or cast.format.hadamard) for cast in of_matrix
-    )
-    if per_row_or_rotated or not any(measures):
+    measured = [None if cast is None else cast.amax_per for cast in of_matrix]
+    rotated = any(cast is not None and cast.format.hadamard for cast in of_matrix)
+    # Amaxes of columns are measured by a kernel, and those of rows with them. With amaxes of rows kernels are of one
+    # number of rows.
+    by_kernel = measured[1] == "row" or (measured[0] == "row" and not isinstance(rows, int))
+    if rotated or by_kernel or measured == [None, None]:
         return context
-    amax = amaxes_of_rows(matrix)
+    amaxes: dict[str | None, Tensor | None] = {None: None}
+    amaxes["row"] = amaxes["tensor"] = amax = amaxes_of_rows(matrix)
     if request.source is not None or not (isinstance(rows, int) and rows <= _MOST_ROWS):
-        amax = amax.amax(dim=0, keepdim=True).float()
-    row, column = (amax if wanted else None for wanted in measures)
+        amaxes["tensor"] = amax.amax(dim=0, keepdim=True).float()
+    row, column = (amaxes[per] for per in measured)
     return context._replace(amaxes=(row, column))
 
 

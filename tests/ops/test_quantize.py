@@ -437,6 +437,24 @@ def test_amaxes_of_rows_give_the_scale_of_the_tensor(row, column, dtype, rows, r
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, expected, strict=True))
 
 
+PER_ROW = [cast for cast in MEASURED if cast.amax_per == "row"]
+
+
+@pytest.mark.parametrize(("row", "dtype"), in_turn(PER_ROW, [torch.bfloat16, torch.float16, torch.float32]), ids=str)
+def test_amaxes_of_rows_in_the_dtype_of_the_matrix_give_scales_per_row(row, dtype, run, device):
+    """Oracle: the definition, which measures."""
+    x = random_tensor(96, 64, device=device, dtype=dtype) * torch.arange(96, device=device)[:, None].to(dtype)
+    x[0, 3] = float("nan")
+    amaxes = amaxes_of_rows(x)
+    assert amaxes.dtype == dtype
+    expected = quantize(x, row=row)
+    for given in (amaxes, amaxes.float(), torch.cat([amaxes[:1], amaxes])[1:]):
+        got = run(x, row=row, row_amax=given)
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, expected, strict=True))
+    with pytest.raises(ValueError, match=r"row_amax in float32 of shape \(96,\) is required"):
+        run(x, row=row, row_amax=amaxes.double())
+
+
 def test_amaxes_of_rows_are_of_what_is_cast():
     """Rotated values, those that the rowwise face holds, and other dtypes have other amaxes."""
     x, e4m3 = random_tensor(32, 32), cast_of("fp8_e4m3_tensor")
@@ -448,7 +466,7 @@ def test_amaxes_of_rows_are_of_what_is_cast():
         ({"row": e4m3}, {"row_amax": amaxes.double()}),
         ({"row": e4m3}, {"row_amax": amaxes[1:]}),
     ):
-        with pytest.raises(ValueError, match=r"quantize: (row|column)_amax of shape \(1,\) is required for"):
+        with pytest.raises(ValueError, match=r"quantize: (row|column)_amax in float32 of shape \(1,\) is required for"):
             quantize(x, **faces, **given)
 
 
@@ -462,7 +480,7 @@ def test_known_amaxes_have_to_fit():
         (None, "row_amax", amax, "None"),
     ):
         faces = {"row" if name == "row_amax" else "column": cast, "encode_scale": amax}
-        with pytest.raises(ValueError, match=f"quantize: {name} of shape {shape} is required for"):
+        with pytest.raises(ValueError, match=f"quantize: {name} in float32 of shape {shape} is required for"):
             quantize(x, **faces, **{name: given})
 
 

@@ -133,9 +133,9 @@ def _face(matrix: Tensor, cast: Cast, inputs: CastInputs, *, transposed: bool) -
     """Return an ``[other, contraction]`` face, with its scales where ``face_layouts`` puts them."""
     fmt, tensor_scale = cast.format, None
     given = inputs.column_amax if transposed else inputs.row_amax
-    amax = None if given is None else given[:, None]
+    amax = None if given is None else given[:, None].float()
     if amax is not None and amax.shape[0] > 1 and cast.amax_per != "row":  # of the matrix's rows
-        amax = amax.amax(dim=0, keepdim=True).float()
+        amax = amax.amax(dim=0, keepdim=True)
     rounding = inputs.rounding if cast.stream >= 0 else None
     draws = nvfp4.Draws(rounding, cast.stream, inputs.first_row, transposed)
     if fmt.drawn_signs:

@@ -48,8 +48,8 @@ from hybridtensor.ops.prologue import Prologue, like_rows
 _logger = logging.getLogger("hybridtensor")
 
 
-_Amax: TypeAlias = tuple[torch.Size, bool] | None
-"""Of a given amax: its shape, and whether its address is a multiple of ``ALIGNMENT``."""
+_Amax: TypeAlias = tuple[torch.Size, torch.dtype, bool] | None
+"""Of a given amax: its shape and dtype, and whether its address is a multiple of ``ALIGNMENT``."""
 
 
 def _size(amax: _Amax) -> int:
@@ -139,12 +139,14 @@ def _kinds(
     return (
         inputs.encode_scale is not None,
         None if (record := inputs.record) is None else record.dtype,
-        None if row_amax is None else (row_amax.shape, row_amax.data_ptr() % ALIGNMENT == 0),
-        None
-        if column_amax is None
-        else (column_amax.shape, column_amax.data_ptr() % ALIGNMENT == 0),
+        _amax(row_amax),
+        _amax(column_amax),
         None if prologue is None else (*prologue.key(), prologue.is_readable()),
     )
+
+
+def _amax(given: Tensor | None) -> _Amax:
+    return None if given is None else (given.shape, given.dtype, given.data_ptr() % ALIGNMENT == 0)
 
 
 def _is_readable(key: _Key) -> bool:

@@ -170,9 +170,9 @@ class CastInputs(NamedTuple):
         rounding: Key and step of stochastic rounding, int64 ``[2]``, or None.
         first_row: Index of the matrix's first row in the whole tensor, for stochastic rounding.
         row_amax: Amaxes for the scales of the rowwise face (or ``source``) instead of measured ones, for a matrix that
-            is a part of a tensor, or was measured before: fp32 ``[1]``, or ``[M]`` for a scale per row; or None. For a
-            scale per tensor also those of the rows, ``[M]`` in the dtype of the matrix, of which the largest counts,
-            without ``source`` and rotation.
+            is a part of a tensor, or was measured before: fp32 ``[1]``, or ``[M]`` for a scale per row, which may be in
+            the dtype of the matrix, too; or None. For a scale per tensor also those of the rows, ``[M]`` in the dtype
+            of the matrix, of which the largest counts, without ``source`` and rotation.
         column_amax: The same for the columnwise face, ``[1]``, ``[K]`` for a scale per row of it, or ``[M]``.
         hint: Amax of the last matrix of this kind; see ``Hint``.
         after: Tensor that a graph must compute before this cast; its values are not read. See ``ops.order``.
@@ -273,10 +273,12 @@ def _check_amax(
     """Raise ValueError unless a cast can be scaled by ``amax``."""
     per = None if cast is None else cast.amax_per
     shape = None if per is None else (rows if per == "row" else 1,)
-    if tuple(amax.shape) == shape:
+    dtypes = (torch.float32, x.dtype) if per == "row" else (torch.float32,)
+    if tuple(amax.shape) == shape and amax.dtype in dtypes:
         return
     of_rows = amax.shape == x.shape[:1] and amax.dtype == x.dtype
     if per != "tensor" or has_source or not of_rows or (cast and cast.format.hadamard):
         raise ValueError(
-            f"quantize: {name} of shape {shape} is required for {cast}, got {tuple(amax.shape)}"
+            f"quantize: {name} in float32 of shape {shape} is required for {cast}, got {amax.dtype} of "
+            f"{tuple(amax.shape)}"
         )
