@@ -71,6 +71,8 @@ class OpTable:
         handler = self.handlers.get(func)
         if handler is None and self._elementwise is not None and _is_elementwise(func):
             handler = self._elementwise[func._schema.is_mutable]  # private, as below
+            if _has_out(func):
+                _require_size_of_out(func, args, kwargs)
         if handler is None:
             # torch decomposes composite operators where autograd is; in inference mode they come here whole.
             if isinstance(func, torch._ops.OpOverload) and _is_composite(func):
@@ -134,8 +136,10 @@ def _is_composite(func: torch._ops.OpOverload[..., Any]) -> bool:
 def _is_elementwise(func: Func) -> bool:
     """Return whether torch tags an operator as elementwise, or the one that it is the in-place or ``_foreach_`` form
     of: these forms are not always tagged."""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or _has_out(func):
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
         return False
+    if _has_out(func):  # ``max.unary_out`` is not, though ``max.out`` is
+        return torch.Tag.pointwise in func.tags
     name = func._schema.name.removeprefix("aten::").removeprefix("_foreach_")
     packet = getattr(torch.ops.aten, name if name.endswith("__") else name.removesuffix("_"), None)
     return packet is not None and any(
@@ -143,6 +147,19 @@ def _is_elementwise(func: Func) -> bool:
     )
 
 
+def _require_size_of_out(func: Func, args: Args, kwargs: Kwargs) -> None:
+    """Raise NotImplementedError where an elementwise operator would resize what it writes into."""
+    read = [value.shape for value in args if isinstance(value, torch.Tensor)]
+    size = torch.broadcast_shapes(*read)
+    for out in written_by(func, args, kwargs):
+        if isinstance(out, torch.Tensor) and out.shape != size:
+            raise NotImplementedError(
+                f"{func} would resize a weight to the size of {list(size)}, got out of {list(out.shape)}; "
+                "pass one of the size of the result"
+            )
+
+
+@functools.cache
 def _has_out(op: Func) -> bool:
     """Return whether an operator writes into ``out``, by its schema, which is private."""
     return any(

@@ -95,6 +95,7 @@ WRITES = {
     "_foreach_add_": lambda p: torch._foreach_add_([p], [torch.ones_like(p)], alpha=0.5),
     "detach().mul_": lambda p: p.detach().mul_(0.5),
     "data.mul_": lambda p: p.data.mul_(0.5),
+    "out=": lambda p: torch.add(p.data, torch.ones_like(p.data), alpha=0.25, out=p.data),
 }
 
 

@@ -116,3 +116,49 @@ def test_operators_on_each_element(persistent):
         except Exception as error:
             wrong[op] = error
     assert not wrong
+
+
+def into_out(op):
+    """The overload of an operator that writes each element into ``out``, or None; most are tagged."""
+
+    def taken(one):
+        return [(argument.name, str(argument.type)) for argument in one._schema.arguments]
+
+    packet = op._overloadpacket
+    found = [getattr(packet, own) for own in packet.overloads()]
+    found = [one for one in found if torch.Tag.pointwise in one.tags]
+    return next((one for one in found if taken(one) == [*taken(op), ("out", "Tensor")]), None)
+
+
+INTO_OUT = {op: into_out(op) for op in OPERATORS if not op._schema.is_mutable and "_foreach_" not in str(op)}
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
+def test_operators_that_write_into_out(persistent):
+    """Oracle: the operator on plain tensors, and the product of a weight that is converted with its result."""
+    x, before = torch.ones(SHAPE), torch.rand(SHAPE, generator=torch.Generator().manual_seed(2))
+    wrong, tried = {}, 0
+    for op, into in INTO_OUT.items():
+        expected = into and run(op, before)
+        if not isinstance(expected, torch.Tensor) or expected.dtype != before.dtype:
+            continue
+        weight, tried = weight_of(before, persistent), tried + 1
+        nn.functional.linear(x, weight)  # which leaves a face
+        try:
+            torch.manual_seed(0)
+            into(*operands(op, weight.data), out=weight.data)
+            output, fresh = (nn.functional.linear(x, one) for one in (weight, weight_of(expected, persistent)))
+            if not same(weight, expected) or not torch.equal(output.nan_to_num(), fresh.nan_to_num()):
+                wrong[op] = "other values"
+        except Exception as error:
+            wrong[op] = error
+    assert not wrong
+    assert tried > 100
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
+def test_out_of_another_size_raises_and_is_unchanged(persistent):
+    weight = weight_of(torch.ones(SHAPE), persistent)
+    with pytest.raises(NotImplementedError, match=r"aten\.add\.out .* of \[2, 32, 32\], got out of \[32, 32\]"):
+        torch.add(weight.data, torch.ones(2, *SHAPE), out=weight.data)
+    assert same(weight, torch.ones(SHAPE))

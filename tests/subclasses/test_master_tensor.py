@@ -345,15 +345,15 @@ def test_a_write_between_forward_and_backward_is_an_error(spec):
 
 
 def test_refusals():
-    """Writes that read the weight too, by which a product would escape, and those that replace or resize the memory."""
+    """Products that read the weight too, by which one would escape, and writes that replace or resize the memory."""
     w, x = nn.Parameter(weight()), torch.ones(6, 8)
     for run in (
-        lambda: torch.add(w, x, out=w), lambda: torch.mm(w, x.t(), out=torch.empty(6, 6)),
+        lambda: torch.mm(w, x.t(), out=torch.empty(6, 6)),
         lambda: torch.empty(6, 6).addmm_(w, x.t()), lambda: w.set_(x), lambda: w.t_(),
         lambda: torch.add(torch.ones(3, 3), 1.0, out=w),
         lambda: torch.ops.aten._resize_output_(w, [3, 3], w.device),
     ):  # fmt: skip
-        with pytest.raises(NotImplementedError, match=r"is not an operation|out is not possible"), torch.no_grad():
+        with pytest.raises(NotImplementedError, match=r"not an operation|out is not possible|resize"), torch.no_grad():
             run()
     assert w.data_ptr() == w.master.data_ptr()
     assert w.shape == w.master.shape == w.plain.shape == (6, 8)
