@@ -38,8 +38,8 @@ observers: list[Observer] = []
 unmultiplied: weakref.WeakKeyDictionary[LayerState, str] = weakref.WeakKeyDictionary()
 """Operator that read a weight in a training step, by the state of a layer no product of which ran until then."""
 
-NO_VALUES = ("_like.", "is_pinned", "is_same_size")
-"""Parts of the names of operators that look at shapes only."""
+NO_VALUES = ("_like.", "is_pinned", "is_same_size", "is_set_to")
+"""Parts of the names of operators that look at shapes or memory only."""
 _NO_PRODUCTS = (*NO_VALUES, "embedding")
 
 

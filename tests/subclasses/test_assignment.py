@@ -82,6 +82,18 @@ def test_the_memory_is_shared_as_that_of_plain_parameters():
     assert net.weight.master.data_ptr() == values.data_ptr()
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_memory_is_compared_as_that_of_plain_parameters(persistent):
+    """By ``is_set_to`` torchrl tells the parameters of a target from those that it follows."""
+    weight, other = (layer(persistent=persistent).weight for _ in range(2))
+    assert weight.is_set_to(weight.data)
+    assert weight.is_set_to(weight[:])
+    assert not weight.is_set_to(other)
+    assert not weight[:64].is_set_to(weight[64:])
+    assert not weight.is_set_to(plain(0))
+    assert not plain(0).is_set_to(weight)
+
+
 @KINDS
 def test_a_weight_of_ours_is_taken_as_its_values(persistent):
     net, other = layer(persistent=persistent), layer(persistent=persistent, seed=1)

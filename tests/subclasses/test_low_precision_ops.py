@@ -55,6 +55,7 @@ MOVES = {
 }
 QUERIES = {
     aten.is_same_size.default: lambda x: aten.is_same_size.default(x, x),
+    aten.is_set_to.default: lambda x: x.is_set_to(x.detach()),
     aten.is_pinned.default: lambda x: x.is_pinned(),
     aten.equal.default: lambda x: torch.equal(x, x.clone()),
 }

@@ -14,6 +14,7 @@ from hybridtensor.ops.library import is_captured
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.master_tensor import MasterWeight
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable, name_of_weights, of_layers
+from hybridtensor.subclasses.structure import flatten
 from hybridtensor.subclasses.wrapper import WrapperTensor
 
 aten = torch.ops.aten
@@ -119,10 +120,11 @@ def slice_bounds(args: Args, kwargs: Kwargs) -> tuple[int, int, int, int]:
 
 
 def register_common(table: OpTable, slice_: SliceAlong[W], select: Select[W]) -> None:
-    """Register aliasing, no-op views, slicing, transposing, comparison of sizes and plain ``*_like``."""
+    """Register aliasing, no-op views, slicing, transposing, comparison of sizes and memory, and plain ``*_like``."""
     table.register(aten.detach.default, aten.alias.default, aten.lift_fresh.default)(_alias)
     table.register(aten.as_strided.default)(_as_strided)
     table.register(aten.is_same_size.default)(_is_same_size)
+    table.register(aten.is_set_to.default)(_is_set_to)
     table.register(*PLAIN_LIKE)(_plain_like)
     _register_slicing(table, slice_)
     _register_selecting(table, select)
@@ -148,6 +150,12 @@ def _as_strided(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 def _is_same_size(func: Func, args: Args, kwargs: Kwargs) -> bool:
     return bool(args[0].shape == args[1].shape)
+
+
+def _is_set_to(func: Func, args: Args, kwargs: Kwargs) -> bool:
+    """Return whether two tensors are the same part of the same memory."""
+    first, second = (flatten(tensor)[0] for tensor in args)
+    return len(first) == len(second) and all(map(func, first, second))
 
 
 def _plain_like(func: Func, args: Args, kwargs: Kwargs) -> Tensor:

@@ -18,8 +18,8 @@ _NAMES = """
     fake_quantize_per_tensor_affine_cachemask
     _fake_quantize_per_tensor_affine_cachemask_tensor_qparams flip _foreach_norm frobenius_norm
     full_like _fused_dropout gather geqrf histc histogram huber_loss index index_add index_select
-    is_pinned is_same_size isclose isin kthvalue linalg_cholesky_ex _linalg_det _linalg_eigh
-    linalg_eigh linalg_householder_product linalg_inv_ex linalg_lu_factor_ex linalg_matrix_exp
+    is_pinned is_same_size is_set_to isclose isin kthvalue linalg_cholesky_ex _linalg_det
+    _linalg_eigh linalg_eigh linalg_householder_product linalg_inv_ex linalg_lu_factor_ex linalg_matrix_exp
     linalg_norm linalg_pinv linalg_qr _linalg_solve_ex _linalg_svd linalg_svd linalg_vector_norm
     _local_scalar_dense _log_softmax logsumexp masked_select mean median mode mse_loss mv nanmean
     nanmedian nansum native_dropout native_layer_norm new_full new_ones nonzero norm ones_like prod
