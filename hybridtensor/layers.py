@@ -174,6 +174,8 @@ def layers_of(model: nn.Module, root: str = "") -> Iterator[Layer]:
     for name, module in model.named_modules(prefix=root):
         require_own_forward(name, module)
         if is_linear(module):
+            if not _has_weight(module):
+                continue
             is_head = module in heads or id(module._parameters.get("weight")) in tied
             transposed = stores_transposed(module)
             yield Layer(name, module, transposed=transposed, is_head=is_head)
@@ -184,6 +186,13 @@ def layers_of(model: nn.Module, root: str = "") -> Iterator[Layer]:
                 if weight.dim() == 3 and weight.is_floating_point():
                     full = f"{name}.{parameter}" if name else parameter
                     yield Layer(full, module, parameter, _is_transposed(module, parameter, weight))
+
+
+def _has_weight(module: nn.Module) -> bool:
+    """Return whether a linear layer has a weight, which LyCORIS and others take out of it."""
+    return (
+        parametrize.is_parametrized(module, "weight") or getattr(module, "weight", None) is not None
+    )
 
 
 def weights_of_absent_layers(model: nn.Module, layers: list[Layer]) -> Iterator[AbsentLayer]:

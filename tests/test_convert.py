@@ -143,6 +143,26 @@ def test_a_layer_that_shows_its_own_weight_is_one():
     assert ht.check(net, x, strict=True)
 
 
+@pytest.mark.parametrize("first", ["taken", "converted"])
+@pytest.mark.parametrize("how", ["deleted", "None"])
+def test_a_layer_whose_weight_was_taken_is_none(how, first):
+    """LyCORIS folds the weight of a layer into a module of its own, which runs for the layer."""
+
+    class Net(nn.Sequential):
+        def forward(self, x):
+            return self[1](x)
+
+    model = Net(nn.Linear(64, 64), nn.Linear(64, 64))
+    model = ht.quantize_(model, "fp8") if first == "converted" else model
+    del model[0].weight
+    if how == "None":
+        model[0].register_parameter("weight", None)
+    ht.quantize_(model, "fp8_rowwise")
+    ht.set_config_(model, "fp8")
+    assert [row.layer for row in ht.explain(model).layers] == ["1"]
+    assert ht.check(model, torch.ones(4, 64), strict=True)
+
+
 def test_the_gate_of_a_shared_expert_is_left_alone():
     """As in Qwen's models: one number per token, for which a quantized product would be padded to 16."""
     model = ht.quantize_(nn.ModuleDict({"shared_expert_gate": nn.Linear(32, 1), "up": nn.Linear(32, 64)}), "fp8")
