@@ -154,8 +154,8 @@ def _require_size_of_out(func: Func, args: Args, kwargs: Kwargs) -> None:
     for out in written_by(func, args, kwargs):
         if isinstance(out, torch.Tensor) and out.shape != size:
             raise NotImplementedError(
-                f"{func} would resize a weight to the size of {list(size)}, got out of {list(out.shape)}; "
-                "pass one of the size of the result"
+                f"{func} would resize {name_of_weights(out)} to {list(size)}, got out of {list(out.shape)}; pass one "
+                "of the size of the result"
             )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from hybridtensor.subclasses.op_table import overloads
 
+# Of elementwise operators those that torch does not tag so: ``leaky_relu`` is not in 2.11.
 _NAMES = """
     addr all allclose amax amin aminmax any argmax argmin argsort bernoulli
     binary_cross_entropy_with_logits bincount bucketize cat _cdist_forward constant_pad_nd
@@ -18,7 +19,7 @@ _NAMES = """
     fake_quantize_per_tensor_affine_cachemask
     _fake_quantize_per_tensor_affine_cachemask_tensor_qparams flip _foreach_norm frobenius_norm
     full_like _fused_dropout gather geqrf histc histogram huber_loss index index_add index_select
-    is_pinned is_same_size is_set_to isclose isin kthvalue linalg_cholesky_ex _linalg_det
+    is_pinned is_same_size is_set_to isclose isin kthvalue leaky_relu linalg_cholesky_ex _linalg_det
     _linalg_eigh linalg_eigh linalg_householder_product linalg_inv_ex linalg_lu_factor_ex linalg_matrix_exp
     linalg_norm linalg_pinv linalg_qr _linalg_solve_ex _linalg_svd linalg_svd linalg_vector_norm
     _local_scalar_dense _log_softmax logsumexp masked_select mean median mode mse_loss mv nanmean
