@@ -553,7 +553,7 @@ def stepped_while_gathered(rank, persistent):
     fully_shard(model, mesh=mesh_of(rank, 2))
     with torch.no_grad():
         model(batch(0))
-        told = r"add_.* of 0, a weight that FSDP2 gathered.* call reshard\(\) before it is written"
+        told = r"HybridTensor of layer 0: .*add_.* a weight that FSDP2 gathered.* call reshard\(\) before it is written"
         with pytest.raises(NotImplementedError, match=told):
             model[0].weight.add_(1.0)
         model.reshard()
