@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import traceback
 import warnings
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import check_devices, context_for, join
+from torch.distributed import device_mesh
 
 KINDS = ["cpu"]
 if torch.cuda.is_available():
@@ -77,6 +79,9 @@ def serve(rank, size, path, device, pipe):
     the garbage collector does not, and a model's first step, which asks for who wraps it, does not.
     """
     faulthandler.enable(crash_of(rank, path).open("w"))
+    # Before tests import it: one mesh of each kind. The groups of each have threads that poll, of which a run's
+    # hundreds took more than a core; and torch's caches of DTensors take equal meshes for one.
+    device_mesh.init_device_mesh = functools.cache(device_mesh.init_device_mesh)
     join(rank, size, path, device)
     warnings.filterwarnings("ignore", message="The .grad attribute")  # torch's own, when it traces a gathered input
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")  # in a thread that ran nothing before
