@@ -200,7 +200,7 @@ class WeightRecord:
             self.count_writes(plain, version)
         # Each living tensor over a storage counts once in the storage's use count, and the storage object that is asked
         # counts once more. ``torch._C._storage_Use_Count`` is private; ``tests/subclasses/test_record.py`` fails where
-        # it counts otherwise. Other processes may hold it, too, which is true of all CUDA memory.
+        # it counts otherwise. ``is_shared`` says whether other processes may hold it; of CUDA memory it is always true.
         storage = plain.untyped_storage()
         shared = _use_count(storage._cdata) > len(self._holders) + 1 or (
             not plain.is_cuda and storage.is_shared()

@@ -79,8 +79,9 @@ def serve(rank, size, path, device, pipe):
     the garbage collector does not, and a model's first step, which asks for who wraps it, does not.
     """
     faulthandler.enable(crash_of(rank, path).open("w"))
-    # Before tests import it: one mesh of each kind. The groups of each have threads that poll, of which a run's
-    # hundreds took more than a core; and torch's caches of DTensors take equal meshes for one.
+    # Before tests import it: one mesh of each kind. The groups of each have threads that poll, of which four ranks had
+    # 476 each late in a run, and took 3/4 of a core while they waited. torch's caches of DTensors take equal meshes for
+    # one, so that groups cannot be destroyed after a test.
     device_mesh.init_device_mesh = functools.cache(device_mesh.init_device_mesh)
     join(rank, size, path, device)
     warnings.filterwarnings("ignore", message="The .grad attribute")  # torch's own, when it traces a gathered input
