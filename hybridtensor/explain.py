@@ -24,7 +24,7 @@ from hybridtensor.explanation.totals import (
     shares,
 )
 from hybridtensor.formats import Format
-from hybridtensor.layers import Layer, is_of_no_layer, layers_of
+from hybridtensor.layers import Layer, is_of_no_layer, layers_of, names_without_weight
 from hybridtensor.linear.layer_forward import has_own_forward
 from hybridtensor.ops.grouped_mm import select_grouped_backend
 from hybridtensor.ops.scaled_mm import select_backend
@@ -47,6 +47,8 @@ __all__ = [
     "explain",
     "saved_bytes_per_token",
 ]
+
+_NO_WEIGHT = "it has no weight; a product with one that was moved elsewhere is not quantized"
 
 
 class Explanation(Printed, Rows):
@@ -182,6 +184,7 @@ def explain(model: nn.Module, *, show: bool = False) -> Explanation:
             rows += _gemm_rows(row, _runs_on(weight.device), grouped=found.is_stack)
         else:
             skipped.append((layer, found.why_skipped() or "not converted"))
+    skipped += [(name or "<root>", _NO_WEIGHT) for name in names_without_weight(model)]
     explanation = Explanation(
         tuple(rows),
         tuple(skipped),

@@ -188,8 +188,14 @@ def layers_of(model: nn.Module, root: str = "") -> Iterator[Layer]:
                     yield Layer(full, module, parameter, _is_transposed(module, parameter, weight))
 
 
+def names_without_weight(model: nn.Module) -> Iterator[str]:
+    """Yield the names of linear layers that have no weight: LyCORIS and others move it to modules of their own."""
+    for name, module in model.named_modules():
+        if is_linear(module) and not _has_weight(module):
+            yield name
+
+
 def _has_weight(module: nn.Module) -> bool:
-    """Return whether a linear layer has a weight, which LyCORIS and others take out of it."""
     return (
         parametrize.is_parametrized(module, "weight") or getattr(module, "weight", None) is not None
     )

@@ -145,7 +145,7 @@ def test_a_layer_that_shows_its_own_weight_is_one():
 
 @pytest.mark.parametrize("first", ["taken", "converted"])
 @pytest.mark.parametrize("how", ["deleted", "None"])
-def test_a_layer_whose_weight_was_taken_is_none(how, first):
+def test_a_layer_whose_weight_was_taken_is_listed_as_skipped(how, first):
     """LyCORIS folds the weight of a layer into a module of its own, which runs for the layer."""
 
     class Net(nn.Sequential):
@@ -159,7 +159,9 @@ def test_a_layer_whose_weight_was_taken_is_none(how, first):
         model[0].register_parameter("weight", None)
     ht.quantize_(model, "fp8_rowwise")
     ht.set_config_(model, "fp8")
-    assert [row.layer for row in ht.explain(model).layers] == ["1"]
+    found = ht.explain(model)
+    assert [row.layer for row in found.layers] == ["1"]
+    assert dict(found.skipped)["0"].startswith("it has no weight")
     assert ht.check(model, torch.ones(4, 64), strict=True)
 
 
