@@ -255,8 +255,15 @@ def _is_transposed(module: nn.Module, parameter: str, weight: Tensor) -> bool:
 
 def _by_shape(module: nn.Module, parameter: str, weight: Tensor) -> bool:
     """Return whether ``hidden_size`` is where only ``[E, in, out]`` has it: first in up projections (Llama 4), last
-    in down."""
+    in down. Square matrices are stored as the module's others."""
     width, (_, rows, columns) = getattr(module, "hidden_size", None), weight.shape
+    if rows == columns:
+        others = [
+            (name, other)
+            for name, other in module._parameters.items()
+            if other is not None and other.dim() == 3 and other.shape[1] != other.shape[2]
+        ]
+        return any(_by_shape(module, name, other) for name, other in others)
     if (rows == width) == (columns == width):
         return False
     down = "down" in parameter

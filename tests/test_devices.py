@@ -249,6 +249,7 @@ def test_watched(recipe):
 
 @TWO
 def test_the_host_sees_flags_once_they_are_there():
+    on_host(torch.ones(8, device=SECOND) > 0)  # the first pinned memory of a process may take longer than what follows
     with torch.cuda.device(SECOND):
         torch.cuda._sleep(10**9)  # half a second
         flags = torch.ones(8, device=SECOND)

@@ -555,7 +555,8 @@ def test_a_graph_knows_the_layout(persistent):
     wrong = ht.quantize_(copy.deepcopy(torch_model), "mxfp8/nvfp4/bf16", persistent=persistent)
     torch._dynamo.reset()
     with pytest.raises(
-        RuntimeError, match=r"converted as stored \[E, out, in\], and were multiplied in the other layout"
+        RuntimeError,
+        match=r"experts of a layer were converted as stored \[E, out, in\], and were multiplied in the other layout",
     ):
         torch.compile(wrong, backend="aot_eager")(x, ends)
     spec, values = "fp8_rowwise+rowwise_dequantized_weight", torch.randn(EXPERTS, K, N).bfloat16()
@@ -724,16 +725,16 @@ def test_weights_of_experts_on_the_left(transposed, persistent):
     assert torch.equal(as_stored @ tokens.mT, torch.bmm(tokens, as_stored.transpose(-2, -1)).mT)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("persistent", "inner"), [(False, N), (True, N), (False, K), (True, K)])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_the_layout_that_shapes_show(transposed, persistent):
-    """As Llama 4's experts, whose module does not say how they are stored."""
+def test_the_layout_that_shapes_show(transposed, persistent, inner):
+    """As Llama 4's experts, whose module does not say how they are stored; ``down_proj`` may be square."""
 
     class Unsaid(nn.Module):
         def __init__(self):
             super().__init__()
             self.num_experts, self.hidden_size = EXPERTS, K
-            shapes = {"gate_up_proj": (2 * N, K), "down_proj": (K, N)}
+            shapes = {"gate_up_proj": (2 * inner, K), "down_proj": (K, inner)}
             for name, shape in shapes.items():
                 stored = torch.randn(EXPERTS, *(reversed(shape) if transposed else shape)) / 8
                 setattr(self, name, nn.Parameter(stored))

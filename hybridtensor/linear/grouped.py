@@ -18,7 +18,7 @@ from hybridtensor.linear.operands import Weight, uses_other_layout
 from hybridtensor.ops import Groups
 from hybridtensor.ops.library import autocasts, is_traced
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.state import ROLES
+from hybridtensor.state import ROLES, layer_of
 from hybridtensor.subclasses import HybridTensor
 
 # Padded rows of a group: 16 for a native sum over tokens, 32 for whole sectors of memory in columnwise faces (0.42 ms
@@ -114,8 +114,8 @@ def _check_stack_layout(weight: Weight) -> None:
     if state is not None and state.transposed is not None and uses_other_layout(weight):
         layout = "[E, in, out]" if state.transposed else "[E, out, in]"
         raise ValueError(
-            f"grouped_mm: experts {state.name} were converted as stored {layout}, and were multiplied in the "
-            "other layout; say which are [E, in, out] by quantize_(..., transposed=[names]) or their "
+            f"grouped_mm: the experts of {layer_of(state)} were converted as stored {layout}, and were multiplied in "
+            "the other layout; say which are [E, in, out] by quantize_(..., transposed=[names]) or their "
             "module's is_transposed"
         )
 
@@ -129,13 +129,13 @@ def _check_first(weight: Weight) -> None:
     known = {slot.partition("[")[2] for slot in state.slots}
     if "" in known:
         raise NotImplementedError(
-            f"grouped_mm: layer {state.name} is a matrix with one delayed scale per operand, and {weight.shape[0]} "
+            f"grouped_mm: {layer_of(state)} is a matrix with one delayed scale per operand, and {weight.shape[0]} "
             "groups of its rows were multiplied, each of which needs its own; give it a recipe without delayed "
             "scales, or leave it out of quantize_ (keep_bf16)"
         )
     if weight.record.first is None and len(known) != weight.shape[0]:
         raise ValueError(
-            f"grouped_mm: layer {state.name} has delayed scales of {len(known)} experts, but weights of "
+            f"grouped_mm: {layer_of(state)} has delayed scales of {len(known)} experts, but weights of "
             f"{weight.shape[0]} on this rank; call hybridtensor.set_mesh_(model, mesh) once experts are "
             "distributed"
         )
