@@ -65,6 +65,27 @@ def test_functional_call_in_a_compiled_function():
     assert torch.equal(call(dict(plain.named_parameters()), X), expected)
 
 
+class Registering(nn.Linear):
+    """A layer that notes which of its parameters are read, as Pyro's do: what is not read is not trained."""
+
+    def __getattr__(self, name):
+        found = super().__getattr__(name)
+        if isinstance(found, nn.Parameter):
+            self.__dict__.setdefault("read", []).append(name)
+        return found
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8_delayed"])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_class_that_overrides_reads_of_attributes_sees_those_of_the_weight(recipe, before):
+    layer = (Registering if before else nn.Linear)(64, 64)
+    ht.quantize_(layer, recipe)
+    layer.__class__ = Registering  # as to_pyro_module_ does
+    layer.__dict__.pop("read", None)
+    layer(X)
+    assert {"weight", "bias"} <= set(layer.read)
+
+
 COMPUTED = {
     "weight_norm": utils.weight_norm, "spectral_norm": utils.spectral_norm,
     "parametrized weight_norm": parametrizations.weight_norm,

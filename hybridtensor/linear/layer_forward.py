@@ -177,6 +177,7 @@ class LayerForward:
                     return self.run(layer, args, kwargs)
         if (
             calls_linear
+            and type(layer).__getattr__ is nn.Module.__getattr__  # Pyro's registers what is read
             and len(args) == 1
             and not kwargs
             and type(args[0]) is Tensor
@@ -363,9 +364,8 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 def _byte_range(tensor: Tensor) -> range:
     """Return the byte range of its storage that a tensor covers."""
     first, size = tensor.storage_offset(), tensor.element_size()
-    last = first + sum(
-        (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = first + sum((n - 1) * step for n, step in steps)
     return range(first * size, (last + 1) * size)
 
 
