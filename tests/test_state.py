@@ -541,6 +541,16 @@ class TestForgottenStep:
         ht.step_(net)
         train(net, optimizer, 2, step_=lambda net: None)
 
+    def test_is_found_where_hooks_of_gradients_step_the_optimizer(self):
+        net = model("fp8_delayed")
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        for p in net.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: step_in_backward(optimizer))
+        for _ in range(2):
+            net(random_tensor(64, 32)).sum().backward()
+        with pytest.raises(RuntimeError, match=FORGOTTEN.format("SGD")):
+            net(random_tensor(64, 32)).sum().backward()
+
     @pytest.mark.parametrize("case", ["compiled", "frozen", "persistent", "adapters", "recipe changed", "a part"])
     def test_is_found_wherever_optimizers_step_a_parameter_of_the_model(self, case):
         persistent = case == "persistent"
@@ -615,6 +625,11 @@ class TestForgottenStep:
     def test_a_module_is_required(self):
         with pytest.raises(TypeError, match="a module is required, got list"):
             ht.step_([])
+
+
+def step_in_backward(optimizer):
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def scaled_steps(net, factors, fused):
@@ -696,6 +711,32 @@ class TestStepAfter:
         ht.step_after([optimizer, optimizer], net)
         optimizer.step()
         assert net[0].quantization_state.rounding[1] == 1
+
+    @pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+    @pytest.mark.parametrize("several", [False, True])
+    @pytest.mark.parametrize("how", ["step_", "step_after"])
+    def test_hooks_of_gradients_may_step_the_optimizer(self, recipe, several, how):
+        """One that is called for each parameter, or one for each; oracle: a step after backward."""
+        losses, found = [], []
+        for in_hooks in (False, True):
+            net = model(recipe)
+            parameters = list(net.parameters())
+            parts = [[p] for p in parameters] if several else [parameters]
+            optimizers = [torch.optim.SGD(part, lr=1e-3) for part in parts]
+            if how == "step_after":
+                ht.step_after(optimizers, net)
+            by_parameter = {p: optimizers[i if several else 0] for i, p in enumerate(parameters)}
+            for p in parameters if in_hooks else []:
+                p.register_post_accumulate_grad_hook(lambda p, of=by_parameter: step_in_backward(of[p]))
+            for seed in range(5):
+                losses.append(net(random_tensor(64, 32, seed=seed)).float().square().mean())
+                losses[-1].backward()
+                for optimizer in [] if in_hooks else optimizers:
+                    step_in_backward(optimizer)
+                if how == "step_":
+                    ht.step_(net)
+            found.append([*losses[-5:], *net.parameters(), *net.buffers()])
+        assert all(map(torch.equal, *found))
 
     @pytest.mark.parametrize("called", ["by a fused optimizer", "by hand"])
     def test_amaxes_of_a_step_that_is_skipped_are_forgotten(self, called):

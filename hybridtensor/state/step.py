@@ -36,7 +36,7 @@ from hybridtensor.state.step_amaxes import (
     separate_siblings,
     share_amaxes,
 )
-from hybridtensor.state.training import Group, layer_states, training_of
+from hybridtensor.state.training import Group, backward_that_runs, layer_states, training_of
 from hybridtensor.state.update import update_scales
 
 
@@ -146,8 +146,9 @@ class step_after:  # noqa: N801  (used as a function)
             raise ValueError("step_after: no optimizer was given; pass those that train the model")
         self._optimizers = list(dict.fromkeys(self._optimizers))
         self._model = model
-        # The optimizers that were called in this step, by id, and whether one of them skipped it
-        self._called: set[int] = set()
+        # The optimizers that were called in this step, by id, with the backward whose hooks called them or -1, and
+        # whether one of them skipped it
+        self._called: dict[int, int] = {}
         self._is_skipped = False
         self._handles = [
             handle
@@ -164,8 +165,10 @@ class step_after:  # noqa: N801  (used as a function)
 
     @torch.compiler.disable(reason="the state of quantizers advances between compiled graphs")  # type: ignore[untyped-decorator]
     def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if id(optimizer) in self._called:  # another one was left out of the step before
-            self._end_step()
+        called = self._called.get(id(optimizer))
+        # Otherwise hooks of gradients call it for each parameter: see ``_after``.
+        if called is not None and (called == -1 or called != backward_that_runs()):
+            self._end_step()  # another one was left out of the step before
 
     @torch.compiler.disable(reason="the state of quantizers advances between compiled graphs")  # type: ignore[untyped-decorator]
     def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -175,9 +178,14 @@ class step_after:  # noqa: N801  (used as a function)
             # Now: if the others are left out of this step, it ends after the next backward has measured amaxes.
             step_(self._model, skipped=True)
             self._is_skipped = True
-        self._called.add(id(optimizer))
-        if len(self._called) == len(self._optimizers):
+        was_complete = len(self._called) == len(self._optimizers)
+        backward = self._called[id(optimizer)] = backward_that_runs()
+        if was_complete or len(self._called) < len(self._optimizers):
+            return
+        if backward == -1:
             self._end_step()
+        else:  # other layers have yet to run it, with the scales of their forward
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
 
     def _end_step(self) -> None:
         is_skipped, self._is_skipped = self._is_skipped, False

@@ -78,6 +78,10 @@ class Training:
 
 _trainings: weakref.WeakKeyDictionary[nn.Module, Training] = weakref.WeakKeyDictionary()
 _hooks: list[RemovableHandle] = []
+_backwards: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""The last backward within which each optimizer stepped."""
+backward_that_runs: Callable[[], int] = torch._C._current_graph_task_id  # private
+"""The number of the backward that the caller runs in, or -1 outside of any."""
 
 
 def training_of(model: nn.Module) -> Training:
@@ -132,6 +136,11 @@ def _after_optimizer(optimizer: Optimizer, args: object, kwargs: object) -> None
     """Call the callbacks of the models whose parameters an optimizer has stepped; compiled steps are not counted."""
     if is_traced():
         return
+    # Hooks of gradients call an optimizer once per parameter; together these are one step.
+    backward = backward_that_runs()
+    if backward != -1 and _backwards.get(optimizer) == backward:
+        return
+    _backwards[optimizer] = backward
     trained = [
         (model, training)
         for model, training in list(_trainings.items())
