@@ -48,7 +48,13 @@ class Staged:
             place = self._planner.resolve_tensor(item).detach()
             # Before the write, so that ``put_back`` undoes one that was interrupted.
             self._former.append((place, place.to("cpu", copy=True)))
-            place.copy_(new)
+            try:
+                place.copy_(new)
+            except RuntimeError as error:  # for instance its elements share memory
+                self._former.pop()  # ``put_back`` could not write it either
+                raise RuntimeError(
+                    f"checkpoint.load: {item.dest_index.fqn} cannot be written: {error}"
+                ) from error
             # Frees what was read: the host holds the former values or the new ones, not both of everything.
             self._tensors[at] = item, torch.empty(0)
             self._planner.commit_tensor(item, place)

@@ -43,6 +43,11 @@ UNREADABLE = {
     "numpy.datetime64 of datetime64": np.datetime64("2020"),
     "builtins.function": lambda: 3,
 }
+UNSTORABLE = {
+    "sparse": (torch.eye(2).to_sparse(), "; call to_dense, or leave it out"),
+    "jagged": (torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "; call to_padded_tensor, or leave"),
+    "meta": (torch.empty(2, device="meta"), " is on the meta device and has no memory; call to_empty first"),
+}
 
 
 class TestSaving:
@@ -68,6 +73,16 @@ class TestSaving:
     def test_keys_too(self, tmp_path):
         with pytest.raises(ValueError, match=r"got pathlib.PosixPath in entry \(the key PosixPath\('a'\)\)"):
             checkpoint.save(tmp_path, 1, {"entry": {pathlib.Path("a"): 1}})
+
+    @pytest.mark.parametrize("kind", UNSTORABLE)
+    def test_tensors_without_dense_memory_are_refused(self, kind, tmp_path):
+        """With their place, and before anything is written."""
+        value, text = UNSTORABLE[kind]
+        state = {"model": make("fp8")[0], "entry": {"a": [1, value]}}
+        for save in (checkpoint.save, checkpoint.async_save):
+            with pytest.raises(ValueError, match=rf"checkpoint: .*entry\.a\.1{text}"):
+                save(tmp_path / "run", 1, state)
+        assert not list(tmp_path.iterdir())
 
     def test_numbers_and_arrays_of_numpy_come_back(self, tmp_path):
         model, optimizer = make("fp8")
@@ -240,6 +255,15 @@ class TestFailedLoad:
         checkpoint.load(tmp_path, state)
         assert bits(state["model"], state["optimizer"]) == bits(source["model"], source["optimizer"])
         assert train(state["model"], state["optimizer"], 3, 5) == train(source["model"], source["optimizer"], 3, 5)
+
+    def test_into_a_tensor_that_cannot_be_written(self, tmp_path):
+        """Not even to put back what was there."""
+        source, target = nn.Linear(2, 2), nn.Linear(2, 2)
+        checkpoint.save(tmp_path, 1, {"a": source, "d": {"t": torch.ones(3)}})
+        before = bits(target)
+        with pytest.raises(RuntimeError, match=r"checkpoint.load: d\.t cannot be written: "):
+            checkpoint.load(tmp_path, {"a": target, "d": {"t": torch.zeros(1).expand(3)}})
+        assert bits(target) == before
 
     def test_containers_of_data_are_filled_in_place(self, tmp_path):
         inner, tensors = {"n": 1}, [torch.ones(1)]

@@ -84,8 +84,9 @@ class HybridSavePlanner(DefaultSavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         self._staged: dict[tuple[str, torch.Size | None], Tensor | io.BytesIO] = {}
-        super().set_up_planner(plain(state_dict), storage_meta, is_coordinator)
         tensors = list(tensors_of(state_dict))
+        _require_memory(tensors)
+        super().set_up_planner(plain(state_dict), storage_meta, is_coordinator)
         _warn_of_lost_values(tensors)
         self._common = {
             f"{name}.{tail}": found
@@ -162,12 +163,7 @@ class HybridLoadPlanner(DefaultLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         tensors = list(tensors_of(state_dict))
-        for name, value in tensors:
-            if value.is_meta:
-                raise ValueError(
-                    f"checkpoint: {name} is on the meta device and has no memory; call to_empty "
-                    "first"
-                )
+        _require_memory(tensors)
         if metadata is not None:
             use_present_names(metadata)  # the reader takes this same object afterwards
         super().set_up_planner(plain(state_dict), metadata, is_coordinator)
@@ -245,6 +241,20 @@ class HybridLoadPlanner(DefaultLoadPlanner):
                 self._missing[prefix] -= 1
                 if not self._missing[prefix]:  # the last tensor of its faces
                     weight.high_precision.mark_copied(weight.dequantize, weight.taken)
+
+
+def _require_memory(tensors: list[tuple[str, Tensor]]) -> None:
+    """Raise ValueError for a tensor whose elements are not in memory, one for each index."""
+    for name, value in tensors:
+        if value.is_meta:
+            raise ValueError(
+                f"checkpoint: {name} is on the meta device and has no memory; call to_empty first"
+            )
+        if value.layout != torch.strided or value.is_nested:
+            raise ValueError(
+                f"checkpoint: dense tensors are required, got {value.layout} in {name}; call "
+                f"{'to_padded_tensor' if value.is_nested else 'to_dense'}, or leave it out"
+            )
 
 
 def _warn_of_lost_values(tensors: list[tuple[str, Tensor]]) -> None:
