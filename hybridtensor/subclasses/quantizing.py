@@ -280,8 +280,8 @@ def _values_of(sibling: HybridTensor) -> Tensor:
     values = sibling.high_precision.current
     if values is None:
         raise RuntimeError(
-            f"common_scale: {sibling!r} has a common scale with a weight that is written, and no values in high "
-            "precision to be quantized from again; load such weights before quantize_, or step them through "
+            f"common_scale: layer {sibling.layer_name} has a common scale with a weight that is written, and no values "
+            "in high precision to be quantized from again; load such weights before quantize_, or step them through "
             "hybridtensor.optim.MasterWeights"
         )
     return values
