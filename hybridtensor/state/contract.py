@@ -56,10 +56,17 @@ def _facts(model: nn.Module) -> dict[str, str]:
         part = local(parameter)
         config = getattr(part, "config", None)
         if config is not None:
-            kind = "persistent" if getattr(part, "plain", None) is None else "in high precision"
-            trained = "trained" if parameter.requires_grad else "frozen"
-            facts[name] = f"{config} ({config.fingerprint()[:8]}), {kind}, {trained}"
+            facts[name] = described(
+                f"{config} ({config.fingerprint()[:8]})", part, parameter.requires_grad
+            )
     return facts
+
+
+def described(recipe: str, part: Tensor, is_trained: bool) -> str:
+    """Return in words what ranks must have alike of a weight: its recipe, and whether it is persistent and trained."""
+    kind = "persistent" if getattr(part, "plain", None) is None else "in high precision"
+    trained = "trained" if is_trained else "frozen"
+    return f"{recipe}, {kind}, {trained}"
 
 
 def groups_of(model: nn.Module) -> list[Group]:

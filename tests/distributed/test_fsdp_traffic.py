@@ -299,6 +299,21 @@ def test_ranks_with_other_recipes_raise_on_every_rank(two):
     two.run(disagreement)
 
 
+def disagreement_on_kinds(rank):
+    """Of persistent and of frozen weights, whose collectives would differ."""
+    for match, persistent, frozen in (("in high .* on rank 0, .* persistent", rank, 0), ("frozen on", 0, rank)):
+        layer = ht.quantize_(nn.Linear(64, 64), "fp8", persistent=bool(persistent))
+        layer.weight.requires_grad_(not frozen)
+        start = time.time()
+        with pytest.raises(RuntimeError, match=rf"ranks differ in weights or recipes: .*{match}"):
+            fully_shard(layer, mesh=mesh_of(rank, 2))(batch(0))
+        assert time.time() - start < 20
+
+
+def test_ranks_with_other_kinds_of_weights_raise_on_every_rank(two):
+    two.run(disagreement_on_kinds)
+
+
 def one_replica_disagrees(rank):
     mesh = init_device_mesh(here(), (2, 2), mesh_dim_names=("replicate", "shard"))
     model = shard(make("fp8" if rank == 3 else "fp8_rowwise"), mesh)

@@ -22,6 +22,7 @@ from hybridtensor.ops import Cast, CastRequest
 from hybridtensor.ops.kernel_library import aligned_fp32
 from hybridtensor.ops.references.blocks import block_amax
 from hybridtensor.ranks import require_alike
+from hybridtensor.state.contract import described
 from hybridtensor.subclasses import MasterWeight
 from hybridtensor.subclasses.common_scale import CommonScale, by_scale
 from hybridtensor.subclasses.intercepting import InterceptingTensor
@@ -40,9 +41,13 @@ _OF_TENSOR = CastRequest(Cast(FP8_E4M3_TENSOR))
 
 def check_recipes(shards: Sequence[Shard]) -> None:
     """Raise RuntimeError on every rank unless all have the same weights and recipes: other sizes would hang
-    all-gathers."""
+    all-gathers, and other kinds of weights the collectives for amaxes and gradients."""
     facts = {
-        f"weight {index} {tuple(shard.sharded.size)}": f"{shard.config} ({shard.config.fingerprint()[:8]})"
+        f"weight {index} {tuple(shard.sharded.size)}": described(
+            f"{shard.config} ({shard.config.fingerprint()[:8]})",
+            shard.sharded.tensor,
+            shard.sharded.is_trained,
+        )
         for index, shard in enumerate(shards)
     }
     groups = shards[0].sharded.process_groups()

@@ -67,6 +67,10 @@ class ShardedParam(NamedTuple):
         return local(self.param.sharded_param)
 
     @property
+    def is_trained(self) -> bool:
+        return self.param.sharded_param.requires_grad
+
+    @property
     def version(self) -> int:
         """Version counter of the DTensor, or -1 for an inference tensor."""
         param = self.param.sharded_param
