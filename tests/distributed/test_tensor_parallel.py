@@ -155,7 +155,7 @@ def test_persistent_weights(two):
 
 
 def persistent_that_do_not_fit(rank):
-    with pytest.raises(ValueError, match=r"blocks of 128 are cut by \[0:64:1\]"):
+    with pytest.raises(ValueError, match=r"layer \w+: slice: blocks of 128 are cut by \[0:64:1\]"):
         cut("fp8_block", tp_mesh(), persistent=True)
 
 

@@ -41,7 +41,12 @@ class _OnTensor(Protocol):
 
 def _slice(x: HybridTensor, dim: int, start: int, stop: int, step: int) -> HybridTensor:
     """Slice the faces and the high-precision original, from which shards are made."""
-    return _view(x, lambda tensor: aten.slice.Tensor(tensor, dim, start, stop, step))
+    try:
+        return _view(x, lambda tensor: aten.slice.Tensor(tensor, dim, start, stop, step))
+    except ValueError as error:  # of a face, which knows no layer
+        if not x.layer_name:
+            raise
+        raise ValueError(f"layer {x.layer_name}: {error}") from error
 
 
 def _select(x: HybridTensor, index: int) -> HybridTensor:
