@@ -202,6 +202,13 @@ class TestRecipes:
             assert "pass any_recipe=True" in str(raised.value)
             assert bits(model, optimizer) == before
 
+    def test_a_layer_that_one_side_lacks_is_not_of_another_recipe(self, tmp_path):
+        large, small = (ht.quantize_(nn.Sequential(*[nn.Linear(32, 32) for _ in range(n)]), "fp8") for n in (2, 1))
+        for source, target, told in ((small, large, "is not in it"), (large, small, "is not here")):
+            checkpoint.save(tmp_path, 1, {"model": source}, overwrite=True)
+            with pytest.raises(ValueError, match=rf"does not fit the state: .*model\.1\.weight {told}"):
+                checkpoint.load(tmp_path, {"model": target})
+
     @pytest.mark.parametrize("source", [None, "fp8", "fp8_delayed", ("fp8", True)], ids=str)
     @pytest.mark.parametrize("target", [None, "mxfp8", "fp8_delayed", ("mxfp8", True)], ids=str)
     def test_any_loads_the_values_if_asked_for(self, source, target, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -137,12 +137,15 @@ class Entries:
 
     # -- loading
 
-    def differences(self, manifest: Manifest) -> list[str]:
-        """Return a text for each weight whose recipe in a checkpoint is not that of the model."""
+    def differences(self, manifest: Manifest, names: Container[str]) -> list[str]:
+        """Return a text for each weight of both a checkpoint, which has these names, and the model, whose recipes
+        differ."""
         entries = tuple(f"{entry}." for entry in self.modules)
         stored = {
             name: weight for name, weight in manifest.weights.items() if name.startswith(entries)
         }
+
+        own = {f"{entry}.{name}" for entry, values in self.values.items() for name in values}
 
         def shown(weight: Weight | None, recipes: dict[str, str]) -> str:
             if weight is None:
@@ -154,6 +157,8 @@ class Entries:
             f"{shown(self.weights.get(name), self.recipes)} here"
             for name in sorted({*stored, *self.weights})
             if stored.get(name) != self.weights.get(name)
+            and (name in stored or name in names)
+            and (name in self.weights or name in own)
         ]
 
     def check_entries(self, manifest: Manifest) -> None:

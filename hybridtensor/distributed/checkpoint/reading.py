@@ -178,7 +178,7 @@ def _checked(entries: Entries, any_recipe: bool, path: Path) -> Checked:
     manifest = Manifest.read(path)
     metadata = read_metadata(path, manifest.files)
     entries.check_entries(manifest)
-    different = entries.differences(manifest)
+    different = entries.differences(manifest, metadata.state_dict_metadata)
     if different and not any_recipe:
         raise ValueError(
             f"checkpoint.load: {path.name} has other recipes than the model: "
