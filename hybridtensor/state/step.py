@@ -116,10 +116,12 @@ class step_after:  # noqa: N801  (used as a function)
             optimizer.step()
 
     With several optimizers the state advances when all of them have stepped, or, if one was skipped, before another
-    one steps for the second time. A step that ``torch.amp.GradScaler`` skips does not count. For a skipped step the
-    scaler still calls an optimizer with ``fused=True``: the amaxes of the step are dropped, also if other optimizers
-    take it. It calls no other optimizer: call ``step_`` with ``skipped=True`` yourself, or the next step raises because
-    an amax is not finite::
+    one steps for the second time. Steps within one backward, by hooks of gradients, are one; a checkpoint with
+    ``use_reentrant=True`` runs a backward of its own, and would count apart.
+
+    A step that ``torch.amp.GradScaler`` skips does not count. For a skipped step the scaler still calls an optimizer
+    with ``fused=True``: the amaxes of the step are dropped, also if other optimizers take it. It calls no other
+    optimizer: call ``step_`` with ``skipped=True`` yourself, or the next step raises because an amax is not finite::
 
         scaler.step(optimizer)
         before = scaler.get_scale()
