@@ -289,8 +289,10 @@ def require_alike(
     advice: str,
     groups: Iterable[dist.ProcessGroup | None] = (None,),
     timeout: datetime.timedelta = TIMEOUT,
+    shown: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise RuntimeError on every rank unless all have the same facts, by name; ``advice`` ends the message."""
+    """Raise RuntimeError on every rank unless all have the same facts, by name; ``advice`` ends the message, in which
+    ``shown`` replaces names."""
     digest, found = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest(), ""
     for group in groups:
         ranks = Ranks(who, group, timeout, advice)
@@ -299,21 +301,24 @@ def require_alike(
         # what was found along one dimension is for the ranks along the others, too
         answers = ranks.gather(lambda: (digest, found))  # noqa: B023  (called now)
         if len({other for other, _ in answers}) > 1:
-            found = _difference(ranks.gather(lambda: dict(facts)), group)
+            found = _difference(ranks.gather(lambda: dict(facts)), group, shown or {})
         else:
             found = next((text for _, text in answers if text), "")
     if found:
         raise RuntimeError(f"{who}: ranks differ in weights or recipes: {found}; {advice}")
 
 
-def _difference(every: list[dict[str, str]], group: dist.ProcessGroup | None) -> str:
+def _difference(
+    every: list[dict[str, str]], group: dist.ProcessGroup | None, shown: Mapping[str, str]
+) -> str:
     """Describe in which facts the first rank and another one differ."""
     index = next(i for i, one in enumerate(every) if one != every[0])
     first, other = every[0], every[index]
     ranks = [i if group is None else dist.get_global_rank(group, i) for i in (0, index)]
     names = sorted(name for name in {*first, *other} if first.get(name) != other.get(name))
     found = [
-        f"{name} is {first.get(name, 'absent')} on rank {ranks[0]}, {other.get(name, 'absent')} on rank {ranks[1]}"
+        f"{shown.get(name, name)} is {first.get(name, 'absent')} on rank {ranks[0]}, "
+        f"{other.get(name, 'absent')} on rank {ranks[1]}"
         for name in names
     ]
     return some(found, most=4)

@@ -47,7 +47,7 @@ def test_shards_train_as_the_whole(two, recipe, dim):
 
 def refuse_persistent(rank):
     model = model_of("mxfp8", persistent=True)
-    with pytest.raises(ValueError, match=r"is cut inside a row or block: it is stored \[in, out\]"):
+    with pytest.raises(ValueError, match=r"\) of layer .* is cut inside a row or block: it is stored \[in, out\]"):
         fully_shard(model, mesh=mesh_of(rank, 2))
 
 

@@ -26,6 +26,7 @@ from hybridtensor.state.contract import described
 from hybridtensor.subclasses import MasterWeight
 from hybridtensor.subclasses.common_scale import CommonScale, by_scale
 from hybridtensor.subclasses.intercepting import InterceptingTensor
+from hybridtensor.subclasses.op_table import of_layers
 
 if TYPE_CHECKING:
     from hybridtensor.distributed.fsdp.shard import Shard
@@ -42,16 +43,19 @@ _OF_TENSOR = CastRequest(Cast(FP8_E4M3_TENSOR))
 def check_recipes(shards: Sequence[Shard]) -> None:
     """Raise RuntimeError on every rank unless all have the same weights and recipes: other sizes would hang
     all-gathers, and other kinds of weights the collectives for amaxes and gradients."""
-    facts = {
-        f"weight {index} {tuple(shard.sharded.size)}": described(
-            f"{shard.config} ({shard.config.fingerprint()[:8]})",
-            shard.sharded.tensor,
-            shard.sharded.is_trained,
-        )
-        for index, shard in enumerate(shards)
-    }
-    groups = shards[0].sharded.process_groups()
-    require_alike("fully_shard", facts, advice="convert the model alike everywhere", groups=groups)
+    facts, shown = dict[str, str](), dict[str, str]()
+    for index, shard in enumerate(shards):
+        name, tensor = f"weight {index} {tuple(shard.sharded.size)}", shard.sharded.tensor
+        recipe = f"{shard.config} ({shard.config.fingerprint()[:8]})"
+        facts[name] = described(recipe, tensor, shard.sharded.is_trained)
+        shown[name] = name + of_layers(tensor)  # which ranks may name otherwise
+    require_alike(
+        "fully_shard",
+        facts,
+        advice="convert the model alike everywhere",
+        groups=shards[0].sharded.process_groups(),
+        shown=shown,
+    )
     for shard in shards:
         shard.agreed = shard.config
 

@@ -168,7 +168,8 @@ class _FSDPHooks:
         shape, num_ranks = tuple(weight.shape), -(-weight.shape[dim] // size)
         if num_ranks == 1:
             return
-        check_persistent(plan_of_size(weight, weight.recipe, shape, num_ranks, dim), shape)
+        plan = plan_of_size(weight, weight.recipe, shape, num_ranks, dim)
+        check_persistent(weight, plan, shape)
 
     @staticmethod
     def refresh(
@@ -232,8 +233,7 @@ def sharded_as(part: HybridTensor, config: HybridConfig) -> Shard | None:
     shard = shard_of_part(part)
     if shard is None:
         return None
-    size = shard.sharded.size
-    check_persistent(plan_of(shard.sharded, config), size)
+    check_persistent(part, plan_of(shard.sharded, config), shard.sharded.size)
     return shard
 
 

@@ -36,6 +36,7 @@ from hybridtensor.quantizers import (
 )
 from hybridtensor.quantizers.hybrid import by_direction, is_its_transpose
 from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.subclasses.op_table import of_layers
 
 ROW, COLUMN = DIRECTIONS = "rowwise", "columnwise"
 
@@ -344,14 +345,15 @@ def rows_together(plan: Plan) -> int:
     return math.lcm(*extents)
 
 
-def check_persistent(plan: Plan, size: tuple[int, ...]) -> None:
-    """Raise ValueError unless the faces of a persistent weight can be gathered: there are no values to fall back on."""
+def check_persistent(weight: object, plan: Plan, size: tuple[int, ...]) -> None:
+    """Raise ValueError unless the faces of a persistent weight of this size can be gathered: there are no values to
+    fall back on."""
     reasons = [plan.whole, plan.row.reason, plan.column.reason]
     if plan.reduce == "blocks":
         reasons.append(f"shards of {plan.rows} rows cut blocks of {plan.block}")
     reason = next((reason for reason in reasons if reason), None)
     if reason is not None:
         raise ValueError(
-            f"fully_shard: a persistent weight {size} is cut inside a row or block: {reason}; "
+            f"fully_shard: a persistent weight {size}{of_layers(weight)} is cut inside a row or block: {reason}; "
             "use another number of ranks or recipe, or quantize_ without persistent=True"
         )

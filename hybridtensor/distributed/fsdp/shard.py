@@ -98,7 +98,7 @@ class Shard:
             self.config, self.plan, self.has_recipe = config, plan_of(self.sharded, config), True
             self.gathers.clear()
             if isinstance(self.sharded.tensor, HybridTensor):
-                check_persistent(self.plan, self.sharded.size)
+                check_persistent(self.sharded.tensor, self.plan, self.sharded.size)
 
     def is_measured(self, tensor: object) -> TypeGuard[MasterWeight]:
         """Return whether quantizing the local shard needs amaxes of other ranks or weights."""
