@@ -86,6 +86,24 @@ def test_a_class_that_overrides_reads_of_attributes_sees_those_of_the_weight(rec
     assert {"weight", "bias"} <= set(layer.read)
 
 
+class Doubling(nn.Linear):
+    """A layer that multiplies by more than its parameter."""
+
+    @property
+    def weight(self):
+        return self._parameters["weight"] * 2
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+def test_a_class_that_computes_its_weight_multiplies_by_what_it_computes(recipe):
+    """In high precision, and says so."""
+    layer = nn.Linear(64, 64)
+    expected = F.linear(X, 2 * layer.weight, layer.bias)
+    ht.quantize_(layer, recipe).__class__ = Doubling
+    with pytest.warns(UserWarning, match=r"\(Doubling\) runs unquantized: its forward reads the weight"):
+        assert torch.equal(layer(X), expected)
+
+
 COMPUTED = {
     "weight_norm": utils.weight_norm, "spectral_norm": utils.spectral_norm,
     "parametrized weight_norm": parametrizations.weight_norm,

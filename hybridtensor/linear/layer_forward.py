@@ -165,8 +165,9 @@ class LayerForward:
             return self.run(layer, args, kwargs)
         if weight.record.layer is not recipe.state or weight.record.is_new:
             go_by(recipe, weight.record, weight.config, layer)
-        # ``nn.Linear.forward`` calls F.linear and nothing else.
-        calls_linear = self.inner is None and type(layer).forward is nn.Linear.forward
+        # That calls F.linear and nothing else. The weight is read by name: Pyro's layers train what is, others compute.
+        is_of_linear = self.inner is None and type(layer).forward is nn.Linear.forward
+        calls_linear = is_of_linear and layer.weight is weight
         if not calls_linear:
             if weight.is_data and weight.computes_as_values:
                 with as_weight(weight):
@@ -177,7 +178,6 @@ class LayerForward:
                     return self.run(layer, args, kwargs)
         if (
             calls_linear
-            and type(layer).__getattr__ is nn.Module.__getattr__  # Pyro's registers what is read
             and len(args) == 1
             and not kwargs
             and type(args[0]) is Tensor

@@ -18,7 +18,7 @@ from hybridtensor.ops.library import compiled_in_callers_only, is_traced
 from hybridtensor.quantizers import Quantizer, cast_plan, tokens
 from hybridtensor.quantizers.base import ALONE
 from hybridtensor.recipes.config import HybridConfig, weight_values
-from hybridtensor.state import Context, LayerState, Section, StateTensors, require_context
+from hybridtensor.state import Context, LayerState, Section, StateTensors, layer_of, require_context
 from hybridtensor.subclasses.common_scale import by_scale, measures_tensor
 from hybridtensor.subclasses.faces import FaceTensor, face_tensor, turned
 from hybridtensor.subclasses.high_precision import HighPrecisionValues, whole
@@ -280,7 +280,7 @@ def _values_of(sibling: HybridTensor) -> Tensor:
     values = sibling.high_precision.current
     if values is None:
         raise RuntimeError(
-            f"common_scale: layer {sibling.layer_name} has a common scale with a weight that is written, and no values "
+            f"common_scale: {layer_of(sibling.state)} has a common scale with a weight that is written, and no values "
             "in high precision to be quantized from again; load such weights before quantize_, or step them through "
             "hybridtensor.optim.MasterWeights"
         )
