@@ -13,21 +13,21 @@ from hybridtensor.kernels.numbers import e2m1_values, e8m0_value, fp8_values, sa
 NONE = tl.constexpr(0)
 FP32 = tl.constexpr(1)
 E8M0 = tl.constexpr(2)
-E4M3 = tl.constexpr(3)  # possibly under an fp32 level
+E4M3 = tl.constexpr(3)  # possibly under an fp32 tensor scale
 
 
 @triton.jit
-def _elements(codes, start, i, ALONG, other_left, along_left, E5M2: tl.constexpr, BITS: tl.constexpr,
+def _elements(qdata, start, i, ALONG, other_left, along_left, E5M2: tl.constexpr, BITS: tl.constexpr,
               EVEN: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):  # fmt: skip
     BYTES: tl.constexpr = Q * BITS // 8
     j = tl.arange(0, BYTES)[None, :]
     width = ALONG * BITS // 8
     offsets = (i.to(tl.int64) * width if WIDE else i * width) + j
     if EVEN:
-        packed = tl.load(codes + start * BITS // 8 + offsets)
+        packed = tl.load(qdata + start * BITS // 8 + offsets)
     else:
         mask = (i < other_left) & (j < along_left * BITS // 8)
-        packed = tl.load(codes + start * BITS // 8 + offsets, mask=mask, other=0)
+        packed = tl.load(qdata + start * BITS // 8 + offsets, mask=mask, other=0)
     if BITS == 4:
         # The axis that is joined counts fastest: the low half of a byte is the first of its two elements.
         return e2m1_values(tl.reshape(tl.join(packed & 0xF, packed >> 4), [P, Q]))
@@ -37,19 +37,19 @@ def _elements(codes, start, i, ALONG, other_left, along_left, E5M2: tl.constexpr
 
 @triton.jit
 def dequantize_kernel(
-    codes, scales, stride_other, stride_along, levels, out, OTHER, ALONG,
-    SCALE: tl.constexpr, SIDE: tl.constexpr, LENGTH: tl.constexpr, LEVEL: tl.constexpr, LEVEL_PER_ROW: tl.constexpr,
-    UNIT: tl.constexpr,
+    qdata, scales, stride_other, stride_along, tensor_scales, out, OTHER, ALONG,
+    SCALE: tl.constexpr, SIDE: tl.constexpr, LENGTH: tl.constexpr, TENSOR_SCALE: tl.constexpr,
+    TENSOR_SCALE_PER_ROW: tl.constexpr, UNIT: tl.constexpr,
     E5M2: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr, LARGEST: tl.constexpr,
     EVEN: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
 ):  # fmt: skip
     """Write the values of one tile.
 
     Args:
-        codes: Elements, contiguous; ``scales`` with strides by row and block; ``levels`` the fp32 tensor scales.
+        qdata: Elements, contiguous; ``scales`` with strides by row and block; ``tensor_scales`` the fp32 tensor scales.
         out: ``[OTHER, ALONG]``, contiguous.
         SCALE: How scales are stored; NONE leaves them out.
-        LEVEL: Whether tensor scales are multiplied with, and with UNIT.
+        TENSOR_SCALE: Whether tensor scales are multiplied with, and with UNIT.
         ROTATED: How many values are rotated together; behind tensor scales lie the signs where they are drawn.
         LARGEST: Where the result saturates.
     """
@@ -61,7 +61,7 @@ def dequantize_kernel(
     i = tl.arange(0, P)[:, None]
     j = tl.arange(0, Q)[None, :]
     inside = (i < OTHER - other) & (j < ALONG - along)
-    v = _elements(codes, start, i, ALONG, OTHER - other, ALONG - along, E5M2, BITS, EVEN, WIDE, P, Q)
+    v = _elements(qdata, start, i, ALONG, OTHER - other, ALONG - along, E5M2, BITS, EVEN, WIDE, P, Q)
     if SCALE != NONE:
         at = scales
         if SIDE > 0:
@@ -80,17 +80,17 @@ def dequantize_kernel(
             scale = tl.where(scale == float("inf"), float("nan"), scale)
         elif SCALE == E4M3:
             scale = fp8_values(scale, False, False)
-        if LEVEL:
-            row = (other + i) if LEVEL_PER_ROW else i * 0
-            level = tl.load(levels + row, mask=i < OTHER - other, other=0.0)
-            combined, back = two_level_scale(scale, level, UNIT)
+        if TENSOR_SCALE:
+            row = (other + i) if TENSOR_SCALE_PER_ROW else i * 0
+            tensor_scale = tl.load(tensor_scales + row, mask=i < OTHER - other, other=0.0)
+            combined, back = two_level_scale(scale, tensor_scale, UNIT)
             v = (v * combined) * back
         else:
             v = v * scale
     if ROTATED == DRAWN:
         value = tl.arange(0, DRAWN)
-        count = OTHER if LEVEL_PER_ROW else 1
-        signs = tl.load(levels + count + value // 16).to(tl.int32) >> value % 16
+        count = OTHER if TENSOR_SCALE_PER_ROW else 1
+        signs = tl.load(tensor_scales + count + value // 16).to(tl.int32) >> value % 16
         v = rotate_drawn_back(v, signs & 1, P, Q)
     elif ROTATED:
         v = rotate_back(v, P, Q)

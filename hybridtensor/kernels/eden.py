@@ -22,20 +22,20 @@ _SMALLEST_NORMAL = tl.constexpr(127 - 6)  # exponent field of the smallest norma
 
 
 @triton.jit
-def _level_of(amax):
+def _tensor_scale_of(amax):
     """Return the tensor scale."""
-    level = tl.maximum(tl.div_rn(tl.div_rn(amax, _SCALE_MAX), _VALUE_MAX), _SMALLEST)
-    return tl.where(amax == 0, 1.0, level)
+    tensor_scale = tl.maximum(tl.div_rn(tl.div_rn(amax, _SCALE_MAX), _VALUE_MAX), _SMALLEST)
+    return tl.where(amax == 0, 1.0, tensor_scale)
 
 
 @triton.jit
-def _store_level(out, level, rounding, stream):
+def _store_tensor_scale(out, tensor_scale, rounding, stream):
     """Store the tensor scale, and the signs behind it in numbers of 16 bits."""
     half = tl.arange(0, DRAWN // 16)
     # fp32 holds integers up to 2^24: half a word fits into a number, a word would not.
     bits = (sign_word(half // 2, rounding, stream) >> (half % 2 * 16).to(tl.uint32)) & 0xFFFF
-    tl.store(out.levels, level)
-    tl.store(out.levels + 1 + half, bits.to(tl.float32))
+    tl.store(out.tensor_scale, tensor_scale)
+    tl.store(out.tensor_scale + 1 + half, bits.to(tl.float32))
 
 
 @triton.jit
@@ -78,14 +78,14 @@ def cast_eden(v, out, rounding, stream, first_row, place, FACE: tl.constexpr, TI
     """Cast a tile as ``quantize._cast_fp8`` does, whatever its values are, and hold none."""
     G: tl.constexpr = Q // DRAWN
     N: tl.constexpr = Q // 16
-    level = _level_of(tl.load(out.measured))
+    tensor_scale = _tensor_scale_of(tl.load(out.measured))
     # Before the rotation, which would spread a NaN or an Inf over 128 values, and into the amax of all.
     wrong = tl.max(tl.reshape((tl.abs(v) < float("inf")).to(tl.int32) ^ 1, [P, G, DRAWN]), 2)
     v = rotate_drawn(finite(v), negative_signs(rounding, stream), P, Q)
-    base = tl.div_rn(tl.div_rn(blocks(v, P, Q, 1, 16), _VALUE_MAX), level)
+    base = tl.div_rn(tl.div_rn(blocks(v, P, Q, 1, 16), _VALUE_MAX), tensor_scale)
     base = fp8_values(fp8_codes(tl.minimum(base, 448.0), False, HW).to(tl.uint8), False, HW)
     base = tl.where(base == 0, 1.0, base)
-    y = tl.div_rn(v, spread(base * level, P, Q, 1, 16))
+    y = tl.div_rn(v, spread(base * tensor_scale, P, Q, 1, 16))
     elements = e2m1_rounded(y, y, False)
     over = _sums(y * y, P, Q)
     under = _sums(y * elements, P, Q)
@@ -94,6 +94,6 @@ def cast_eden(v, out, rounding, stream, first_row, place, FACE: tl.constexpr, TI
     scale = _rounded_at_random(base * spread(correction, P, N, 1, DRAWN // 16), uniform)
     scale = tl.where(spread(wrong, P, N, 1, DRAWN // 16) > 0, float("nan"), scale)
     if (place.along == 0) & (place.other == 0):
-        _store_level(out, level, rounding, stream)
+        _store_tensor_scale(out, tensor_scale, rounding, stream)
     store_scales(out, fp8_codes(scale, False, HW).to(tl.uint8), place, P, Q, 1, 16)
-    store_fp4(out.codes, y, y, place, FACE, TILE, HW, P, Q)
+    store_fp4(out.qdata, y, y, place, FACE, TILE, HW, P, Q)

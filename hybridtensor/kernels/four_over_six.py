@@ -63,12 +63,12 @@ def _sum_square(v):
 
 
 @triton.jit
-def _errors(v, code, level, decode, FACE: tl.constexpr, COLUMNWISE: tl.constexpr, HW: tl.constexpr):
+def _errors(v, code, tensor_scale, decode, FACE: tl.constexpr, COLUMNWISE: tl.constexpr, HW: tl.constexpr):
     """Return the error of a block ``[SIDE, 16]`` whose scale has this code, ``[1]``."""
     scale = fp8_values(code.to(tl.uint8), False, HW)
     factor = tl.minimum(reciprocal(scale * decode, HW), FP32_MAX)
-    held = e2m1_rounded(v * factor, v, False) * scale
-    difference = tl.div_rn(held * level, FACE.level_max) - v
+    dequantized = e2m1_rounded(v * factor, v, False) * scale
+    difference = tl.div_rn(dequantized * tensor_scale, FACE.tensor_scale_max) - v
     if FACE.rule == LEAST_SQUARED:
         error = difference * difference
     else:
@@ -124,7 +124,7 @@ def _reach(total, amax, FACE: tl.constexpr):
 
 
 @triton.jit
-def _held(v, codes, decode, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, HW: tl.constexpr):
+def _dequantized(v, codes, decode, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, HW: tl.constexpr):
     """Return elements times scales of these codes."""
     scale = fp8_values(codes.to(tl.uint8), False, HW)
     factor = tl.minimum(reciprocal(scale * decode, HW), FP32_MAX)
@@ -134,7 +134,7 @@ def _held(v, codes, decode, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr
 @triton.jit
 def _ties(v, six, four, decode, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, HW: tl.constexpr):
     """Return whether blocks become the same with both scales: then errors are the same numbers."""
-    apart = _held(v, six, decode, FACE, P, Q, HW) != _held(v, four, decode, FACE, P, Q, HW)
+    apart = _dequantized(v, six, decode, FACE, P, Q, HW) != _dequantized(v, four, decode, FACE, P, Q, HW)
     return block_max(apart.to(tl.int32), P, Q, FACE.side, 16) == 0
 
 
@@ -145,7 +145,7 @@ def _only(v, picked):
 
 
 @triton.jit
-def _chosen_of(picked, v, six, four, level, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+def _chosen_of(picked, v, six, four, tensor_scale, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
                COLUMNWISE: tl.constexpr, HW: tl.constexpr):  # fmt: skip
     """Return the code that the one block chooses that is picked, ``[1, 1]``."""
     split = tl.reshape(v, [P // FACE.side, FACE.side, Q // 16, 16])
@@ -153,22 +153,22 @@ def _chosen_of(picked, v, six, four, level, FACE: tl.constexpr, P: tl.constexpr,
     # Both codes in one number, for one reduction.
     codes = _only(six | four << 8, picked)
     if FACE.kind == NVFP4_ROW:
-        level = _only(level, picked)
-    decode = tl.div_rn(1.0, tl.minimum(tl.div_rn(FACE.level_max, level), FP32_MAX))
-    error_of_six = _errors(block, codes & 255, level, decode, FACE, COLUMNWISE, HW)
-    error_of_four = _errors(block, codes >> 8, level, decode, FACE, COLUMNWISE, HW)
+        tensor_scale = _only(tensor_scale, picked)
+    decode = tl.div_rn(1.0, tl.minimum(tl.div_rn(FACE.tensor_scale_max, tensor_scale), FP32_MAX))
+    error_of_six = _errors(block, codes & 255, tensor_scale, decode, FACE, COLUMNWISE, HW)
+    error_of_four = _errors(block, codes >> 8, tensor_scale, decode, FACE, COLUMNWISE, HW)
     return tl.where(error_of_four < error_of_six, codes >> 8, codes & 255)[None, :]
 
 
 @triton.jit
-def chosen_scale_codes(v, amax, level, encode, decode, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+def chosen_scale_codes(v, amax, tensor_scale, encode, decode, FACE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
                        COLUMNWISE: tl.constexpr, HW: tl.constexpr):  # fmt: skip
     """Return the codes of E4M3 scales that map the amax of a block to 6, or to 4 where that has less error.
 
     Args:
         v: A tile ``[P, Q]``, without NaN.
         amax: Amaxes of blocks, ``[P / SIDE, Q / 16]``.
-        level: Tensor scales, one or ``[P, 1]``.
+        tensor_scale: Tensor scales, one or ``[P, 1]``.
         encode: What amaxes are multiplied with, as many.
         decode: Its reciprocal.
         COLUMNWISE: Whether the rows of the matrix are the columns of the tile.
@@ -176,12 +176,13 @@ def chosen_scale_codes(v, amax, level, encode, decode, FACE: tl.constexpr, P: tl
     base = tl.div_rn(amax, 6.0) * encode
     six = fp8_codes(tl.minimum(base, 448.0), False, HW)
     four = fp8_codes(tl.minimum(base * 1.5, 448.0), False, HW)
-    unit = tl.div_rn(level, FACE.level_max)
+    unit = tl.div_rn(tensor_scale, FACE.tensor_scale_max)
     of_six = _estimates(v, six, unit, encode, FACE, P, Q, HW)
     of_four = _estimates(v, four, unit, encode, FACE, P, Q, HW)
     chosen = tl.where(of_four < of_six, four, six)
     reach = _reach(of_four + of_six, amax, FACE)
-    reach = tl.where((level > 2.0**-30) & (level < 2.0**30), reach, float("inf"))  # neither squares leave fp32
+    squares_fit = (tensor_scale > 2.0**-30) & (tensor_scale < 2.0**30)  # into fp32
+    reach = tl.where(squares_fit, reach, float("inf"))
     close = (six != four) & ~(tl.abs(of_four - of_six) > reach)  # also NaN, the estimate with a scale of zero
     count = _only(1, close)
     if count > 0:
@@ -195,7 +196,7 @@ def chosen_scale_codes(v, amax, level, encode, decode, FACE: tl.constexpr, P: tl
         number = tl.arange(0, A)[:, None] * N + tl.arange(0, N)[None, :]
         for _ in range(count):
             picked = number == tl.max(tl.where(close, number, -1))
-            code = _chosen_of(picked, v, six, four, level, FACE, P, Q, COLUMNWISE, HW)
+            code = _chosen_of(picked, v, six, four, tensor_scale, FACE, P, Q, COLUMNWISE, HW)
             chosen = tl.where(picked, code, chosen)
             close &= ~picked
     return chosen

@@ -49,8 +49,8 @@ def _sum(left, right, a, b, scales_a, scales_b, i, j, mask_i, mask_j, first_a, f
     """Return the sum over entries of the contraction, fp32: of each operand ``length_a`` from ``first_a`` on, of which
     the longer one's last are zeros.
     """
-    a = _elements(a, LEFT.codes)
-    b = _elements(b, RIGHT.codes)
+    a = _elements(a, LEFT.element)
+    b = _elements(b, RIGHT.element)
     total = tl.zeros([BM, BN], tl.float32)
     for k in range(0, tl.minimum(length_a, length_b), BK):
         step = k + tl.arange(0, BK)

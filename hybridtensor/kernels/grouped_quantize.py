@@ -113,20 +113,20 @@ def _part_of(pid, matrix, parts, STEP: tl.constexpr, TILE: tl.constexpr, TOKENS:
 def _face_of(out, sizes, part, FACE: tl.constexpr, COLUMNWISE: tl.constexpr, TOKENS: tl.constexpr):
     """Return the offset of one matrix's part of a face."""
     group = part.group.to(tl.int64)
-    codes = out.codes + group * sizes.codes
+    qdata = out.qdata + group * sizes.qdata
     scales = out.scales + group * sizes.scales
-    levels = out.levels + group * sizes.levels
+    tensor_scale = out.tensor_scale + group * sizes.tensor_scale
     measured = out.measured + group * sizes.measured
     KIND: tl.constexpr = FACE.kind
     IN_BLOCKS: tl.constexpr = KIND >= BLOCK and KIND <= NVFP4_ROW
     PER: tl.constexpr = 2 if KIND >= MXFP4 and KIND <= NVFP4_ROW else 1
     LENGTH: tl.constexpr = 128 if KIND == BLOCK else (32 if KIND == MX or KIND == MXFP4 else 16)
     if TOKENS and COLUMNWISE:
-        codes += part.padded // PER
+        qdata += part.padded // PER
         if IN_BLOCKS:
             scales += (part.padded // LENGTH).to(tl.int64) * out.stride_along
     elif TOKENS:
-        codes += part.start * (part.matrix.K // PER)
+        qdata += part.start * (part.matrix.K // PER)
         if IN_BLOCKS and FACE.side > 1:
             scales += (part.padded // FACE.side).to(tl.int64) * out.stride_other
         elif IN_BLOCKS:
@@ -134,10 +134,10 @@ def _face_of(out, sizes, part, FACE: tl.constexpr, COLUMNWISE: tl.constexpr, TOK
         if KIND == ROW:
             scales += part.start
         if KIND == NVFP4_ROW:
-            levels += part.start
+            tensor_scale += part.start
         if KIND == ROW or KIND == NVFP4_ROW or KIND == AMAX_ROW:
             measured += part.start
-    return Output(codes, scales, out.stride_other, out.stride_along, levels, measured)
+    return Output(qdata, scales, out.stride_other, out.stride_along, tensor_scale, measured)
 
 
 @triton.jit
@@ -149,8 +149,8 @@ def _slot_of(slot, group):
 @triton.jit(do_not_specialize=["first_row", "row_slot", "row_stream", "column_slot", "column_stream"])
 def grouped_cast_kernel(matrix, row, column, state, first_row, row_slot, row_stream, column_slot, column_stream,
                         parts, row_sizes, column_sizes,
-                        ROW_FACE: tl.constexpr, COLUMN_FACE: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
-                        HW: tl.constexpr, REVERSED: tl.constexpr, FOLLOWING: tl.constexpr,
+                        ROW_FACE: tl.constexpr, COLUMN_FACE: tl.constexpr, TILE: tl.constexpr,
+                        REQUANTIZED: tl.constexpr, HW: tl.constexpr, REVERSED: tl.constexpr, FOLLOWING: tl.constexpr,
                         TOKENS: tl.constexpr):  # fmt: skip
     """Cast one tile into the faces that are asked for; see ``quantize.cast_kernel``.
 
@@ -181,7 +181,7 @@ def grouped_cast_kernel(matrix, row, column, state, first_row, row_slot, row_str
             Place(part.left, part.top, matrix.K, part.size, pitch),
             first_row + part.start, _slot_of(row_slot, part.group), row_stream,
             _slot_of(column_slot, part.group), column_stream,
-            ROW_FACE, COLUMN_FACE, TILE, HELD, HW,
+            ROW_FACE, COLUMN_FACE, TILE, REQUANTIZED, HW,
         )  # fmt: skip
 
 

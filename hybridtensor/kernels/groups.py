@@ -99,19 +99,19 @@ class Output(NamedTuple):
     """The addresses of a face ``[OTHER, ALONG]`` that is written, and the amaxes that it is scaled by.
 
     Attributes:
-        codes: Elements.
+        qdata: Elements.
         scales: Scales.
         stride_other: Of the scales, from row to row of blocks.
         stride_along: Of the scales, from block to block along the contraction.
-        levels: fp32 tensor scales.
+        tensor_scale: fp32.
         measured: fp32 amaxes, per tensor or row; or the matrix's rows' in its dtype.
     """
 
-    codes: Address
+    qdata: Address
     scales: Address
     stride_other: int
     stride_along: int
-    levels: Address
+    tensor_scale: Address
     measured: Address
 
 
@@ -147,7 +147,7 @@ class FaceConstants(NamedTuple):
             as many anyway.
         values: Whether elements times block scales are stored, in bf16, and in place of scales what is left of them.
         rule: Which block scale is chosen, as ``quantize`` names it.
-        level_max: What an amax per tensor or row maps to in a two-level format.
+        tensor_scale_max: What an amax per tensor or row maps to in a two-level format.
         of_rows: Whether the tensor's amax is the largest of those of the matrix's rows.
     """
 
@@ -164,7 +164,7 @@ class FaceConstants(NamedTuple):
     step: int = 1
     values: bool = False
     rule: int = OWN_RULE
-    level_max: float = 1.0
+    tensor_scale_max: float = 1.0
     of_rows: bool = False
 
 
@@ -237,9 +237,9 @@ class Parts(NamedTuple):
 class Sizes(NamedTuple):
     """Offsets from one matrix's part of a face to the next one's; 0 where they depend on rows."""
 
-    codes: int
+    qdata: int
     scales: int
-    levels: int
+    tensor_scale: int
     measured: int
 
 
@@ -300,7 +300,7 @@ class Side(NamedTuple):
 class SideConstants(NamedTuple):
     """Compile-time constants of a grouped product's operand; ``side`` is 0 without scales of partial sums."""
 
-    codes: int
+    element: int
     factor: bool
     side: int
 
@@ -327,14 +327,14 @@ class Mxfp4(NamedTuple):
     """Matrices ``[N, K]`` in MXFP4, those of a stack one after the other.
 
     Attributes:
-        codes: Elements, contiguous: bytes of two, or words of eight.
+        qdata: Elements, contiguous: bytes of two, or words of eight.
         scales: E8M0 per SIDE x 32.
         by_matrix: Of the scales, from matrix to matrix of a stack, else 0.
         by_row: Of the scales, from row to row of blocks.
         by_block: Of the scales, from block to block along K.
     """
 
-    codes: Address
+    qdata: Address
     scales: Address
     by_matrix: int
     by_row: int

@@ -46,11 +46,11 @@ def _matrix(x, entry):
 @triton.jit
 def _face(out, entry):
     """Return the position of a matrix's face in the shared buffers."""
-    codes = out.codes + tl.multiple_of(tl.load(entry), 16)
+    qdata = out.qdata + tl.multiple_of(tl.load(entry), 16)
     scales = out.scales + tl.load(entry + 1)
-    levels = out.levels + tl.load(entry + 2)
+    tensor_scale = out.tensor_scale + tl.load(entry + 2)
     measured = out.measured + tl.load(entry + 5)
-    return Output(codes, scales, tl.load(entry + 3), tl.load(entry + 4), levels, measured)
+    return Output(qdata, scales, tl.load(entry + 3), tl.load(entry + 4), tensor_scale, measured)
 
 
 @triton.jit(do_not_specialize=["row_slot", "row_stream", "column_slot", "column_stream"])

@@ -327,12 +327,12 @@ def e2m1_rounded(y, uniform, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def two_level_scale(scale, level, UNIT: tl.constexpr):
+def two_level_scale(scale, tensor_scale, UNIT: tl.constexpr):
     """Return two factors of elements under a block scale and a tensor scale in units, to be applied one by one."""
     # Below, an amax times a scale of at most 448 < 2^9 stays in range; above, 2^-16 takes it back into range, and
     # nothing becomes subnormal.
-    large = level > 2.0**64  # where an amax times a block scale could overflow
-    combined = (scale * (level * tl.where(large, 2.0**-16, 1.0))) * UNIT
+    large = tensor_scale > 2.0**64  # where an amax times a block scale could overflow
+    combined = (scale * (tensor_scale * tl.where(large, 2.0**-16, 1.0))) * UNIT
     return combined, tl.where(large, 2.0**16, 1.0)
 
 

@@ -3,8 +3,8 @@
 Legend: a tile is ``[BM, BK]`` of the matrix ``[M, K]``, held as ``[R, BM / R, BK]``: row ``r + R * b`` at ``[r, b]``,
 so that each thread has ``R`` neighbouring rows, whose columnwise elements it reduces and packs on its own. The rowwise
 face is cast from the tile as it is, the columnwise one from its transpose, by one function: there a tile is ``[P, Q]``
-of a face ``[OTHER, ALONG]``, at a ``place``. With ``HELD`` the columnwise one is cast from what the rowwise one holds,
-as ``kernels.dequantize`` would return it, which never leaves the registers. ``groups`` has the named arguments.
+of a face ``[OTHER, ALONG]``, at a ``place``. With ``REQUANTIZED`` the columnwise one is cast from the rowwise one as
+``kernels.dequantize`` would return it, which never leaves the registers. ``groups`` has the named arguments.
 """
 
 import triton
@@ -75,7 +75,7 @@ def _with_amax(out, M, FACE: tl.constexpr):
             i = first + tl.arange(0, 2048)
             of_rows = tl.load(out.measured + i, mask=i < M, other=0.0)
             amax = tl.maximum(amax, tl.max(of_rows.to(tl.float32), 0))
-        return Output(out.codes, out.scales, out.stride_other, out.stride_along, out.levels, amax)
+        return Output(out.qdata, out.scales, out.stride_other, out.stride_along, out.tensor_scale, amax)
     else:
         return out
 
@@ -90,9 +90,9 @@ def _amax_of_tensor(out, FACE: tl.constexpr):
 
 
 @triton.jit
-def _cast_fp8(v, out, state, slot, also, place, FACE: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
+def _cast_fp8(v, out, state, slot, also, place, FACE: tl.constexpr, TILE: tl.constexpr, REQUANTIZED: tl.constexpr,
               HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):  # fmt: skip
-    """Cast a tile ``[P, Q]`` of a face to FP8; store it if wanted, and return its dequantized values if ``HELD``."""
+    """Cast a tile ``[P, Q]`` of a face to FP8; store it if wanted, and return it dequantized if ``REQUANTIZED``."""
     i = place.other + tl.arange(0, P)
     SIDE: tl.constexpr = FACE.side
     if FACE.kind == GIVEN:
@@ -131,8 +131,8 @@ def _cast_fp8(v, out, state, slot, also, place, FACE: tl.constexpr, TILE: tl.con
         if FACE.store and not FACE.values:
             store_scales(out, exponent.to(tl.uint8), place, P, Q, SIDE, 32)
     if FACE.store and FACE.values:
-        held = round_to(fp8_rounded(y, FACE.e5m2, HW) * unit, BF16, HW)
-        store_tile(out.codes, held, place, 1, TILE, P, Q)
+        dequantized = round_to(fp8_rounded(y, FACE.e5m2, HW) * unit, BF16, HW)
+        store_tile(out.qdata, dequantized, place, 1, TILE, P, Q)
     elif FACE.store:
         # Only the first tile of each row of tiles writes the scales of its rows, and only the first of all that of the
         # tensor.
@@ -140,15 +140,15 @@ def _cast_fp8(v, out, state, slot, also, place, FACE: tl.constexpr, TILE: tl.con
             tl.store(out.scales + i, scale, mask=i < place.OTHER)
         if (FACE.kind == GIVEN or FACE.kind == TENSOR) and (place.along == 0) & (place.other == 0):
             tl.store(out.scales, scale)
-        store_fp8(out.codes, y, place, FACE, TILE, HW, P, Q)
-    if HELD:
+        store_fp8(out.qdata, y, place, FACE, TILE, HW, P, Q)
+    if REQUANTIZED:
         v = fp8_rounded(y, FACE.e5m2, HW) * unit
     return v
 
 
 @triton.jit
-def _cast_mxfp4(v, out, uniform, place, FACE: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr, HW: tl.constexpr,
-                P: tl.constexpr, Q: tl.constexpr):  # fmt: skip
+def _cast_mxfp4(v, out, uniform, place, FACE: tl.constexpr, TILE: tl.constexpr, REQUANTIZED: tl.constexpr,
+                HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):  # fmt: skip
     """Cast a tile to MXFP4 as ``_cast_fp8`` does."""
     SIDE: tl.constexpr = FACE.side
     if FACE.rotated:
@@ -163,50 +163,56 @@ def _cast_mxfp4(v, out, uniform, place, FACE: tl.constexpr, TILE: tl.constexpr, 
     y = tl.where(spread(nan.to(tl.int32), P, Q, SIDE, 32) > 0, 0.0, y)
     unit = spread(tl.where(nan, float("nan"), e8m0_value(exponent)), P, Q, SIDE, 32)
     if FACE.store and FACE.values:
-        held = round_to(e2m1_rounded(y, uniform, FACE.stochastic) * unit, BF16, HW)
-        store_tile(out.codes, held, place, 1, TILE, P, Q)
+        dequantized = round_to(e2m1_rounded(y, uniform, FACE.stochastic) * unit, BF16, HW)
+        store_tile(out.qdata, dequantized, place, 1, TILE, P, Q)
     elif FACE.store:
         store_scales(out, tl.where(nan, 0xFF, exponent).to(tl.uint8), place, P, Q, SIDE, 32)
-        store_fp4(out.codes, y, uniform, place, FACE, TILE, HW, P, Q)
-    if HELD:
+        store_fp4(out.qdata, y, uniform, place, FACE, TILE, HW, P, Q)
+    if REQUANTIZED:
         v = e2m1_rounded(y, uniform, FACE.stochastic) * unit
     return v
 
 
 @triton.jit
-def _load_level(out, place, FACE: tl.constexpr, P: tl.constexpr):
+def _load_tensor_scale(out, place, FACE: tl.constexpr, P: tl.constexpr):
     """Store and return the fp32 scales of a two-level format, one or ``[P, 1]``, or the factors of whole sums."""
     if FACE.kind == NVFP4_ROW:
         i = place.other + tl.arange(0, P)
-        level = tl.load(out.measured + i, mask=i < place.OTHER, other=0.0).to(tl.float32)
+        tensor_scale = tl.load(out.measured + i, mask=i < place.OTHER, other=0.0).to(tl.float32)
         # Nothing, or an Inf, has an encode scale of 1.
-        level = tl.where((level == 0) | (level == float("inf")), FACE.level_max, level)
+        tensor_scale = tl.where(
+            (tensor_scale == 0) | (tensor_scale == float("inf")), FACE.tensor_scale_max, tensor_scale
+        )
         if FACE.store and place.along == 0:
             if FACE.values:
                 # Values hold their block scales: this factor is left for the sum of a row.
-                tl.store(out.scales + i, level * (1.0 / FACE.level_max), mask=i < place.OTHER)
+                tl.store(out.scales + i, tensor_scale * (1.0 / FACE.tensor_scale_max), mask=i < place.OTHER)
             else:
-                tl.store(out.levels + i, level, mask=i < place.OTHER)
-        return level[:, None]
+                tl.store(out.tensor_scale + i, tensor_scale, mask=i < place.OTHER)
+        return tensor_scale[:, None]
     else:
-        level = _amax_of_tensor(out, FACE)
-        level = tl.where((level == 0) | (level == float("inf")), FACE.level_max, level)
+        tensor_scale = _amax_of_tensor(out, FACE)
+        tensor_scale = tl.where(
+            (tensor_scale == 0) | (tensor_scale == float("inf")), FACE.tensor_scale_max, tensor_scale
+        )
         if FACE.store and (place.along == 0) & (place.other == 0):
             if FACE.values:
-                tl.store(out.scales, level * (1.0 / FACE.level_max))
+                tl.store(out.scales, tensor_scale * (1.0 / FACE.tensor_scale_max))
             else:
-                tl.store(out.levels, level)
-        return level
+                tl.store(out.tensor_scale, tensor_scale)
+        return tensor_scale
 
 
 @triton.jit
-def _cast_nvfp4(v, amax, out, uniform, place, FACE: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
+def _cast_nvfp4(v, amax, out, uniform, place, FACE: tl.constexpr, TILE: tl.constexpr, REQUANTIZED: tl.constexpr,
                 FINITE: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
                 COLUMNWISE: tl.constexpr):  # fmt: skip
     """Cast a tile to NVFP4 as ``_cast_fp8`` does, without a thought of NaN if it is ``FINITE``."""
     SIDE: tl.constexpr = FACE.side
-    level = _load_level(out, place, FACE, P)
-    encode = tl.minimum(tl.div_rn(FACE.level_max, level), FP32_MAX)  # what block amaxes are multiplied with
+    tensor_scale = _load_tensor_scale(out, place, FACE, P)
+    encode = tl.minimum(
+        tl.div_rn(FACE.tensor_scale_max, tensor_scale), FP32_MAX
+    )  # what block amaxes are multiplied with
     decode = tl.div_rn(1.0, encode)
     if not FINITE:
         nan = block_max((v != v).to(tl.int32), P, Q, SIDE, 16)
@@ -216,7 +222,7 @@ def _cast_nvfp4(v, amax, out, uniform, place, FACE: tl.constexpr, TILE: tl.const
         # another code.
         scale_codes = fp8_codes(tl.minimum(amax * (encode * (1.0 / 6.0)), 448.0), False, HW)
     else:
-        scale_codes = chosen_scale_codes(v, amax, level, encode, decode, FACE, P, Q, COLUMNWISE, HW)
+        scale_codes = chosen_scale_codes(v, amax, tensor_scale, encode, decode, FACE, P, Q, COLUMNWISE, HW)
     scale = fp8_values(scale_codes.to(tl.uint8), False, HW)
     # A block of zeros has a scale of 0: Inf times 0 would be NaN.
     factor = tl.minimum(reciprocal(scale * decode, HW), FP32_MAX)
@@ -226,32 +232,32 @@ def _cast_nvfp4(v, amax, out, uniform, place, FACE: tl.constexpr, TILE: tl.const
         scale = tl.where(nan > 0, float("nan"), scale)
     y = v * spread(factor, P, Q, SIDE, 16)
     if FACE.store and FACE.values:
-        held = e2m1_rounded(y, uniform, FACE.stochastic) * spread(scale, P, Q, SIDE, 16)
-        store_tile(out.codes, held, place, 1, TILE, P, Q)
+        dequantized = e2m1_rounded(y, uniform, FACE.stochastic) * spread(scale, P, Q, SIDE, 16)
+        store_tile(out.qdata, dequantized, place, 1, TILE, P, Q)
     elif FACE.store:
         store_scales(out, scale_codes.to(tl.uint8), place, P, Q, SIDE, 16)
-        store_fp4(out.codes, y, uniform, place, FACE, TILE, HW, P, Q)
-    if HELD:
-        combined, back = two_level_scale(scale, level, 1.0 / FACE.level_max)
+        store_fp4(out.qdata, y, uniform, place, FACE, TILE, HW, P, Q)
+    if REQUANTIZED:
+        combined, back = two_level_scale(scale, tensor_scale, 1.0 / FACE.tensor_scale_max)
         v = (e2m1_rounded(y, uniform, FACE.stochastic) * spread(combined, P, Q, SIDE, 16)) * back
     return v
 
 
 @triton.jit
 def _cast_face(v, out, state, slot, also, stream, uniform, first_row, place, FACE: tl.constexpr, TILE: tl.constexpr,
-               HELD: tl.constexpr, FINITE: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+               REQUANTIZED: tl.constexpr, FINITE: tl.constexpr, HW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
                COLUMNWISE: tl.constexpr):  # fmt: skip
     """Cast a tile ``[P, Q]`` of a face; return whether ``FINITE`` was wrong (cast again), and the values if
-    ``HELD``."""
+    ``REQUANTIZED``."""
     # False, but as a tensor, which branches may assign.
     nonfinite = place.other < 0
     if FACE.kind >= AMAX:
         amax = amax_of_rows(v, state.rounding, stream, FACE.rotated, HW, P, Q)
         raise_face(out.measured, amax, place.other, place.OTHER, FACE.kind == AMAX_ROW, P)
     elif FACE.kind < MXFP4:
-        v = _cast_fp8(v, out, state, slot, also, place, FACE, TILE, HELD, HW, P, Q)
+        v = _cast_fp8(v, out, state, slot, also, place, FACE, TILE, REQUANTIZED, HW, P, Q)
     elif FACE.kind == MXFP4:
-        v = _cast_mxfp4(v, out, uniform, place, FACE, TILE, HELD, HW, P, Q)
+        v = _cast_mxfp4(v, out, uniform, place, FACE, TILE, REQUANTIZED, HW, P, Q)
     elif FACE.kind == EDEN:
         cast_eden(v, out, state.rounding, stream, first_row, place, FACE, TILE, HW, P, Q, COLUMNWISE)
     else:
@@ -265,18 +271,18 @@ def _cast_face(v, out, state, slot, also, stream, uniform, first_row, place, FAC
             amax = bits.to(tl.float32, bitcast=True)
         else:
             amax = blocks(v, P, Q, FACE.side, 16)
-        v = _cast_nvfp4(v, amax, out, uniform, place, FACE, TILE, HELD, FINITE, HW, P, Q, COLUMNWISE)
-    if HELD:
+        v = _cast_nvfp4(v, amax, out, uniform, place, FACE, TILE, REQUANTIZED, FINITE, HW, P, Q, COLUMNWISE)
+    if REQUANTIZED:
         if FACE.rotated:
             v = rotate_back(v, P, Q)
-        v = round_to(v, HELD, HW)
+        v = round_to(v, REQUANTIZED, HW)
     return nonfinite, v
 
 
 @triton.jit
 def cast_tile(tile, matrix, row, column, state, row_place, column_place, first_row, row_slot, row_stream, column_slot,
                column_stream, ROW_FACE: tl.constexpr, COLUMN_FACE: tl.constexpr, TILE: tl.constexpr,
-               HELD: tl.constexpr, HW: tl.constexpr):  # fmt: skip
+               REQUANTIZED: tl.constexpr, HW: tl.constexpr):  # fmt: skip
     """Cast the tile that lies at both places, and was loaded; see ``cast_kernel``."""
     BM: tl.constexpr = TILE.BM
     BK: tl.constexpr = TILE.BK
@@ -300,17 +306,17 @@ def cast_tile(tile, matrix, row, column, state, row_place, column_place, first_r
                 uniform = tile
                 if ROW_FACE.stochastic:
                     uniform = uniform16(rows, left, matrix.K, state.rounding, row_stream, TILE)
-                again, held = _cast_face(
-                    as_rows(tile, BM, BK), row, state, row_slot, row_slot if HELD else column_slot, row_stream,
+                again, dequantized = _cast_face(
+                    as_rows(tile, BM, BK), row, state, row_slot, row_slot if REQUANTIZED else column_slot, row_stream,
                     as_rows(uniform, BM, BK), first_row, row_place, ROW_FACE,
-                    TILE, HELD, attempt == 0, HW, BM, BK, False,
+                    TILE, REQUANTIZED, attempt == 0, HW, BM, BK, False,
                 )  # fmt: skip
                 nonfinite |= again
-                if HELD:
+                if REQUANTIZED:
                     if ROW_FACE.kind >= NVFP4 and (COLUMN_KIND == GIVEN or COLUMN_KIND >= AMAX):
-                        held = tl.where(nonfinite, 0.0, held)  # what is raised stays
-                    columns = tl.trans(held)
-            if COLUMN_KIND != NONE and (COLUMN_KIND != EDEN or attempt == 0 or HELD):  # EDEN always takes care
+                        dequantized = tl.where(nonfinite, 0.0, dequantized)  # what is raised stays
+                    columns = tl.trans(dequantized)
+            if COLUMN_KIND != NONE and (COLUMN_KIND != EDEN or attempt == 0 or REQUANTIZED):  # EDEN always takes care
                 uniform = columns
                 if COLUMN_FACE.stochastic:
                     drawn = uniform16(rows, left, matrix.K, state.rounding, column_stream, TILE)
@@ -324,8 +330,8 @@ def cast_tile(tile, matrix, row, column, state, row_place, column_place, first_r
 
 @triton.jit
 def _cast_tile_of_matrix(pid, matrix, row, column, state, first_row, row_slot, row_stream, column_slot, column_stream,
-                         ROW_FACE: tl.constexpr, COLUMN_FACE: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
-                         HW: tl.constexpr, FOLLOWING: tl.constexpr):  # fmt: skip
+                         ROW_FACE: tl.constexpr, COLUMN_FACE: tl.constexpr, TILE: tl.constexpr,
+                         REQUANTIZED: tl.constexpr, HW: tl.constexpr, FOLLOWING: tl.constexpr):  # fmt: skip
     """Cast tile ``pid`` of a matrix; see ``cast_kernel``."""
     tiles = tl.cdiv(matrix.K, TILE.BK)
     top = pid // tiles * TILE.BM
@@ -341,13 +347,13 @@ def _cast_tile_of_matrix(pid, matrix, row, column, state, first_row, row_slot, r
     cast_tile(
         tile, matrix, row, column, state, Place(top, left, matrix.M, matrix.K, matrix.K),
         Place(left, top, matrix.K, along, along), first_row, row_slot, row_stream, column_slot, column_stream,
-        ROW_FACE, COLUMN_FACE, TILE, HELD, HW,
+        ROW_FACE, COLUMN_FACE, TILE, REQUANTIZED, HW,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_row", "row_slot", "row_stream", "column_slot", "column_stream"])
 def cast_kernel(matrix, row, column, state, first_row, row_slot, row_stream, column_slot, column_stream,
-                ROW_FACE: tl.constexpr, COLUMN_FACE: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
+                ROW_FACE: tl.constexpr, COLUMN_FACE: tl.constexpr, TILE: tl.constexpr, REQUANTIZED: tl.constexpr,
                 HW: tl.constexpr, REVERSED: tl.constexpr, FOLLOWING: tl.constexpr):  # fmt: skip
     """Cast one tile into the faces that are asked for.
 
@@ -357,7 +363,7 @@ def cast_kernel(matrix, row, column, state, first_row, row_slot, row_stream, col
             it is cast. The same for the columnwise face, transposed.
         state: What the layer remembers.
         first_row: Counts this matrix's rows in the random numbers.
-        HELD: Make the columnwise face from what the rowwise one holds, as values of this dtype (see ``round_to``).
+        REQUANTIZED: Cast the columnwise face from the rowwise one, dequantized to this dtype (see ``round_to``).
         REVERSED: Begin at the end, where a pass before this one ended and the cache is warm.
         FOLLOWING: Started while the kernel that measures is ending: wait for it once the tile is read.
     """
@@ -367,13 +373,13 @@ def cast_kernel(matrix, row, column, state, first_row, row_slot, row_stream, col
         pid = tl.num_programs(0) - 1 - pid
     _cast_tile_of_matrix(
         pid, matrix, row, column, state, first_row, row_slot, row_stream, column_slot, column_stream,
-        ROW_FACE, COLUMN_FACE, TILE, HELD, HW, FOLLOWING,
+        ROW_FACE, COLUMN_FACE, TILE, REQUANTIZED, HW, FOLLOWING,
     )  # fmt: skip
 
 
 @triton.jit
 def recast_kernel(matrix, row, column, guess, ROW_FACE: tl.constexpr, COLUMN_FACE: tl.constexpr, TILE: tl.constexpr,
-                  HELD: tl.constexpr, HW: tl.constexpr):  # fmt: skip
+                  REQUANTIZED: tl.constexpr, HW: tl.constexpr):  # fmt: skip
     """Recast several tiles per program if the measured amax gives another scale than the one at ``guess``; else do
     nothing."""
     FACE: tl.constexpr = ROW_FACE if ROW_FACE.kind != NONE else COLUMN_FACE
@@ -385,5 +391,5 @@ def recast_kernel(matrix, row, column, guess, ROW_FACE: tl.constexpr, COLUMN_FAC
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
             _cast_tile_of_matrix(
                 tile, matrix, row, column, State(guess, guess, guess), 0, -1, -1, -1, -1,
-                ROW_FACE, COLUMN_FACE, TILE, HELD, HW, False,
+                ROW_FACE, COLUMN_FACE, TILE, REQUANTIZED, HW, False,
             )  # fmt: skip

@@ -62,7 +62,7 @@ def reencode_kernel(weight, out, out_scales, misfits, blocks, SIDE: tl.constexpr
     at_row = (matrix * N + i)[:, None]
     j = k // 8 + tl.arange(0, 16)
     mask = (i < N)[:, None] & (j < K // 8)[None, :]
-    word = tl.load(weight.codes + at_row * (K // 8) + j[None, :], mask=mask, other=0)
+    word = tl.load(weight.qdata + at_row * (K // 8) + j[None, :], mask=mask, other=0)
     # Four words share a scale, which each of them loads: the cache has it.
     at = (i // SIDE)[:, None].to(tl.int64) * weight.by_row + (j // 4)[None, :].to(tl.int64) * weight.by_block
     scale = tl.load(weight.scales + matrix * weight.by_matrix + at, mask=mask, other=127).to(tl.int32)
@@ -92,7 +92,7 @@ def _block_values(weight, scales, start, i, k, N, K, SIDE: tl.constexpr):
     ``start`` and whose scales begin at ``scales``."""
     j = k // 2 + tl.arange(0, 64)
     mask = (i < N)[:, None] & (j < K // 2)[None, :]
-    packed = tl.load(weight.codes + (start + i).to(tl.int64)[:, None] * (K // 2) + j[None, :], mask=mask, other=0)
+    packed = tl.load(weight.qdata + (start + i).to(tl.int64)[:, None] * (K // 2) + j[None, :], mask=mask, other=0)
     # A byte holds two neighbours, the first one in its low half.
     value = e2m1_values(tl.reshape(tl.join(packed & 0xF, packed >> 4), [128, 128]))
     j = k // 32 + tl.arange(0, 4)

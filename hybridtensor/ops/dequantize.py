@@ -32,13 +32,13 @@ def _exact(qdata: Tensor, scale: Tensor, tensor_scale: Tensor | None, fmt: Forma
     """Return the dequantized elements in float64, which rounds nothing but divisions."""
     scales = scale.double()
     if tensor_scale is not None:
-        scales = scales * (level_of(tensor_scale, fmt).double() / fmt.tensor_scale_max)
+        scales = scales * (without_signs(tensor_scale, fmt).double() / fmt.tensor_scale_max)
     elements = element_values(qdata, fmt).double()
     values = elements * spread(scales, fmt.block, elements.shape)
     return _rotated_back(values, tensor_scale, fmt)
 
 
-def level_of(tensor_scale: Tensor, fmt: Format) -> Tensor:
+def without_signs(tensor_scale: Tensor, fmt: Format) -> Tensor:
     """Return the tensor scales without the signs stored behind them; see ``Format.drawn_signs``."""
     return tensor_scale[..., :-_SIGNS, :] if fmt.drawn_signs else tensor_scale
 
@@ -87,7 +87,7 @@ def _define(
     elif tensor_scale is None:
         values = values * spread(scale.float(), fmt.block, values.shape)
     else:
-        values = _two_level(values, scale, level_of(tensor_scale, fmt), fmt)
+        values = _two_level(values, scale, without_signs(tensor_scale, fmt), fmt)
     if whole:
         values = _rotated_back(values, tensor_scale, fmt)
     largest = torch.finfo(dtype).max
@@ -151,22 +151,24 @@ def _by_kernel(
         return _define(qdata, scale, tensor_scale, fmt, dtype, whole)
     other, along = qdata.shape[0], qdata.shape[1] * fmt.elements_per_byte
     out = torch.empty(other, along, dtype=dtype, device=qdata.device)
-    level_rows = 0 if tensor_scale is None or not whole else level_of(tensor_scale, fmt).shape[0]
+    num_scales = (
+        0 if tensor_scale is None or not whole else without_signs(tensor_scale, fmt).size(0)
+    )
     aligned = scale.data_ptr() % 16 == 0, tensor_scale is None or tensor_scale.data_ptr() % 16 == 0
-    key = (fmt.name, dtype, whole, level_rows, qdata.shape, scale.stride(), qdata.device, aligned)
+    key = (fmt.name, dtype, whole, num_scales, qdata.shape, scale.stride(), qdata.device, aligned)
     launch = _PLANS.get(key)
     if launch is None:
-        launch = _PLANS[key] = _launch(fmt, other, along, dtype, whole, level_rows)
-    codes = qdata if qdata.dtype == torch.uint8 else qdata.view(torch.uint8)
+        launch = _PLANS[key] = _launch(fmt, other, along, dtype, whole, num_scales)
+    elements = qdata if qdata.dtype == torch.uint8 else qdata.view(torch.uint8)
     scales = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
-    levels = out if tensor_scale is None else tensor_scale
+    tensor_scales = out if tensor_scale is None else tensor_scale
     with on_device(qdata.device):
-        launch(codes, scales, scale.stride(0), scale.stride(1), levels, out, other, along)
+        launch(elements, scales, scale.stride(0), scale.stride(1), tensor_scales, out, other, along)
     return out
 
 
 def _launch(
-    fmt: Format, other: int, along: int, dtype: torch.dtype, whole: bool, level_rows: int
+    fmt: Format, other: int, along: int, dtype: torch.dtype, whole: bool, num_scales: int
 ) -> Launch:
     block = tuple(extent or 0 for extent in fmt.block)
     options: dict[str, int | None] = {"num_warps": 4}
@@ -177,8 +179,8 @@ def _launch(
     return Launch(
         "dequantize", "dequantize_kernel", -(-other // _P) * -(-along // _Q),
         SCALE=_SCALES[fmt.scale_dtype] if fmt.scale_dtype and (whole or fmt.scale_fits) else 0,
-        SIDE=block[0], LENGTH=block[1], LEVEL=level_rows > 0,
-        LEVEL_PER_ROW=level_rows > 1,
+        SIDE=block[0], LENGTH=block[1], TENSOR_SCALE=num_scales > 0,
+        TENSOR_SCALE_PER_ROW=num_scales > 1,
         UNIT=1.0 / fmt.tensor_scale_max,
         E5M2=fmt.element == torch.float8_e5m2, BITS=8 // fmt.elements_per_byte,
         ROTATED=fmt.rotated if whole else 0, LARGEST=torch.finfo(dtype).max,

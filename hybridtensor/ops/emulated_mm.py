@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridtensor.ops.dequantize import level_of, multipliable_values, signs_of
+from hybridtensor.ops.dequantize import multipliable_values, signs_of, without_signs
 from hybridtensor.ops.epilogue import scale_and_round
 from hybridtensor.ops.face import Face
 from hybridtensor.ops.library import autocasts
@@ -72,7 +72,7 @@ def _of_one_length(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 def sum_factor(face: Face) -> Tensor | None:
     """Return the factor of the whole sum of each row, fp32 ``[1 or other, 1]``, or None."""
     if face.tensor_scale is not None:
-        return level_of(face.tensor_scale, face.format) * (1.0 / face.format.tensor_scale_max)
+        return without_signs(face.tensor_scale, face.format) * (1.0 / face.format.tensor_scale_max)
     return face.scale if face.format.block[1] is None else None
 
 

@@ -72,8 +72,8 @@ class Face(NamedTuple):
         # ``tuple.__new__`` goes past the Python function that a NamedTuple has: several are made in every product
         if len(tensors) == 2:  # most are
             return tuple.__new__(cls, (*tensors, None, *kind, None))
-        qdata, scale, level = (*tensors, None, None)[:3]
-        return tuple.__new__(cls, (qdata, scale, level, *kind, None))
+        qdata, scale, tensor_scale = (*tensors, None, None)[:3]
+        return tuple.__new__(cls, (qdata, scale, tensor_scale, *kind, None))
 
     def tensors(self) -> list[Tensor]:
         if self.scale is None:
@@ -98,11 +98,11 @@ class Face(NamedTuple):
         per_byte = fmt.elements_per_byte if dim == 1 else 1
         qdata = self.qdata.narrow(dim, first // per_byte, count // per_byte)
         scale = _cut_scale(self.scale, fmt.block[dim], dim, first, count)
-        level = None if fmt.tensor_block is None else fmt.tensor_block[dim]
+        along = None if fmt.tensor_block is None else fmt.tensor_block[dim]
         return self._replace(
             qdata=qdata,
             scale=scale,
-            tensor_scale=_cut_scale(self.tensor_scale, level, dim, first, count),
+            tensor_scale=_cut_scale(self.tensor_scale, along, dim, first, count),
         )
 
 
@@ -183,10 +183,10 @@ def face_layouts(fmt: Format, other: int, contraction: int) -> tuple[TensorLayou
         elements,
         TensorLayout((rows, blocks), scale_strides, fmt.scale_dtype),
     )
-    level = fmt.tensor_scale_shape(other, contraction)
-    if level is None:
+    shape = fmt.tensor_scale_shape(other, contraction)
+    if shape is None:
         return layouts
-    return (*layouts, TensorLayout(level, (max(level[1], 1), 1), torch.float32))
+    return (*layouts, TensorLayout(shape, (max(shape[1], 1), 1), torch.float32))
 
 
 # Symbols of a traced shape have no hash

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from hybridtensor.formats import Format
 from hybridtensor.kernels.groups import Address, Side, SideConstants
-from hybridtensor.ops.dequantize import face_values, level_of, multipliable_values, signs_of
+from hybridtensor.ops.dequantize import face_values, multipliable_values, signs_of, without_signs
 from hybridtensor.ops.emulated_mm import sum_factor
 from hybridtensor.ops.face import Face, Groups
 
 PARTIAL = 128  # entries of the contraction that share a scale of partial sums
-_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  # as the kernels name them
+_ELEMENTS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  # as the kernels name them
 
 
 class KernelOperand(NamedTuple):
@@ -39,8 +39,8 @@ class KernelOperand(NamedTuple):
 
     @property
     def constants(self) -> SideConstants:
-        codes = _CODES.get(self.data.dtype, 0)
-        return SideConstants(codes, self.factor is not None, self.side)
+        element = _ELEMENTS.get(self.data.dtype, 0)
+        return SideConstants(element, self.factor is not None, self.side)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -105,10 +105,11 @@ def _by_rows(face: Face, groups: Groups) -> Face:
     if face.scale is not None:
         matrix = matrix._replace(scale=spread(face.scale, fmt.block[0], face.qdata, groups))
     if face.tensor_scale is not None and fmt.tensor_block is not None:
-        levels = spread(level_of(face.tensor_scale, fmt), fmt.tensor_block[0], face.qdata, groups)
+        tensor_scale = without_signs(face.tensor_scale, fmt)
+        tensor_scale = spread(tensor_scale, fmt.tensor_block[0], face.qdata, groups)
         if fmt.drawn_signs:  # of every matrix the same
-            levels = torch.cat((levels, signs_of(face.tensor_scale[0])))
-        matrix = matrix._replace(tensor_scale=levels)
+            tensor_scale = torch.cat((tensor_scale, signs_of(face.tensor_scale[0])))
+        matrix = matrix._replace(tensor_scale=tensor_scale)
     return matrix._replace(format=_of_rows(fmt))
 
 
@@ -144,6 +145,8 @@ def over_groups(scale: Tensor, across: int | None, qdata: Tensor, groups: Groups
 def _of_rows(fmt: Format) -> Format:
     if fmt.drawn_signs:  # read by as many tensor scales as lie before the signs
         return fmt
-    level = None if fmt.tensor_block is None else (1, None)
+    tensor_block = None if fmt.tensor_block is None else (1, None)
     block = (1, fmt.block[1])
-    return dataclasses.replace(fmt, name=f"{fmt.name} by row", block=block, tensor_block=level)
+    return dataclasses.replace(
+        fmt, name=f"{fmt.name} by row", block=block, tensor_block=tensor_block
+    )

@@ -100,8 +100,8 @@ def _stacked(layout: TensorLayout, count: int) -> TensorLayout:
 def row_layouts(fmt: Format, groups: Groups, rows: int, columns: int) -> list[TensorLayout]:
     """Return the layouts of the rowwise face of grouped tokens ``[rows, columns]``."""
     layouts = list(face_layouts(fmt, rows, columns))
-    levels = [(1, None), fmt.block, fmt.tensor_block or (1, None)]
-    for i, (across, _) in list(enumerate(levels))[1 : len(layouts)]:
+    blocks = [(1, None), fmt.block, fmt.tensor_block or (1, None)]
+    for i, (across, _) in list(enumerate(blocks))[1 : len(layouts)]:
         if across is None:
             layouts[i] = _stacked(layouts[i], groups.num_groups)
         elif across > 1:
@@ -117,8 +117,8 @@ def column_layouts(fmt: Format, groups: Groups, rows: int, columns: int) -> list
             f"quantize_groups: a step that is a multiple of {fmt.step} is required for {fmt}, got {groups.step}"
         )
     layouts = list(face_layouts(fmt, columns, padded_rows(rows, groups)))
-    levels = [(1, 1), fmt.block, fmt.tensor_block or (1, 1)]
-    for i, (_, along) in list(enumerate(levels))[1 : len(layouts)]:
+    blocks = [(1, 1), fmt.block, fmt.tensor_block or (1, 1)]
+    for i, (_, along) in list(enumerate(blocks))[1 : len(layouts)]:
         if along is None:
             layouts[i] = _stacked(layouts[i], groups.num_groups)
     return layouts
@@ -152,11 +152,11 @@ def cut_rows(face: Face, group: Group) -> Face:
         first = group.start if across == 1 else group.padded // across
         return scale.narrow(0, first, -(-(group.stop - group.start) // across))
 
-    scale, level = (
+    scale, tensor_scale = (
         part(face.scale, face.format.block),
         part(face.tensor_scale, face.format.tensor_block),
     )
-    return Face(face.qdata[rows], scale, level, face.format, face.dequantized_rowwise)
+    return Face(face.qdata[rows], scale, tensor_scale, face.format, face.dequantized_rowwise)
 
 
 def cut_columns(face: Face, group: Group) -> Face:
@@ -206,7 +206,7 @@ def _face(tensors: Sequence[Tensor], like: Face) -> Face:
 
 def _put(out: Sequence[Tensor], target: Face, face: Face, axis: int | None) -> None:
     """Copy a face, except scales that span an axis."""
-    levels = (1, 1), face.format.block, face.format.tensor_block or (1, 1)
-    for tensor, values, level in zip(target.tensors(), face.tensors(), levels, strict=False):
-        if axis is None or level[axis] is not None:
+    blocks = (1, 1), face.format.block, face.format.tensor_block or (1, 1)
+    for tensor, values, block in zip(target.tensors(), face.tensors(), blocks, strict=False):
+        if axis is None or block[axis] is not None:
             bytewise(tensor).copy_(bytewise(values))

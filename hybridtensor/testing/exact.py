@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybridtensor.arguments import require_kind
 from hybridtensor.ops import Face
-from hybridtensor.ops.dequantize import level_of
+from hybridtensor.ops.dequantize import without_signs
 from hybridtensor.ops.references.nvfp4 import unpack
 from hybridtensor.subclasses import IdentityTensor, QuantizedTensor
 from hybridtensor.testing.oracles import decode_oracle
@@ -46,6 +46,6 @@ def exact_values(face: Face | QuantizedTensor | IdentityTensor) -> Tensor:
         )
         scale = scale.index_select(dim, index)
     if face.tensor_scale is not None:
-        level = level_of(face.tensor_scale, fmt)
+        level = without_signs(face.tensor_scale, fmt)
         scale = scale * (level.double() / fmt.tensor_scale_max)
     return values * scale

@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridtensor import ops
 from hybridtensor.formats import Format, get_format
 from hybridtensor.ops import Face
-from hybridtensor.ops.dequantize import element_values, level_of
+from hybridtensor.ops.dequantize import element_values, without_signs
 from hybridtensor.ops.references import eden
 from hybridtensor.ops.references.blocks import spread
 from hybridtensor.ops.references.hadamard import rotate
@@ -181,8 +181,8 @@ def _scales(face: Face) -> Tensor:
         return torch.ones(1, 1, device=face.qdata.device)
     if face.tensor_scale is None:
         return scale.float()
-    level = level_of(face.tensor_scale, face.format)
-    return scale.float() * (level / face.format.tensor_scale_max)
+    tensor_scale = without_signs(face.tensor_scale, face.format)
+    return scale.float() * (tensor_scale / face.format.tensor_scale_max)
 
 
 def _half_step(fmt: Format) -> float:

@@ -123,7 +123,9 @@ class KernelTask(NamedTuple):
                 self.source_dtype or self.dtype, m, record=record[1], store=True
             ),
             "TILE": self.tiling.constants,
-            "HELD": 0 if self.source_dtype is None else _DTYPES.get(self.source_dtype, _FP32),
+            "REQUANTIZED": 0
+            if self.source_dtype is None
+            else _DTYPES.get(self.source_dtype, _FP32),
             "HW": converts_to_fp8(self.device),
         }
 

@@ -57,7 +57,7 @@ class KernelFace(NamedTuple):
         step: Multiple of the entries stored along the contraction.
         values: Whether values are stored in place of elements and block scales.
         rule: Choice of block scales.
-        level_max: What an amax per tensor or row maps to in a two-level format.
+        tensor_scale_max: What an amax per tensor or row maps to in a two-level format.
         of_rows: Whether the tensor's amax is given as those of the matrix's rows.
     """
 
@@ -71,7 +71,7 @@ class KernelFace(NamedTuple):
     step: int = 1
     values: bool = False
     rule: int = OWN_RULE
-    level_max: float = 1.0
+    tensor_scale_max: float = 1.0
     of_rows: bool = False
 
     @classmethod
@@ -90,7 +90,7 @@ class KernelFace(NamedTuple):
             step=cast.format.step,
             values=fmt is not cast.format,
             rule=_RULES[cast.rule],
-            level_max=fmt.tensor_scale_max,
+            tensor_scale_max=fmt.tensor_scale_max,
             of_rows=num_amaxes > 1 and cast.amax_per != "row",
         )
 
@@ -139,7 +139,7 @@ class KernelFace(NamedTuple):
             step=1 if whole else self.step,
             values=self.values,
             rule=self.rule,
-            level_max=self.level_max,
+            tensor_scale_max=self.tensor_scale_max,
             of_rows=self.of_rows,
         )
 

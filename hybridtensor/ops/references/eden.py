@@ -62,19 +62,19 @@ def quantize(
         amax = block_amax(values, (None, None))
     # tensors, because a GPU multiplies by the reciprocal of a number
     most = torch.full_like(amax, VALUE_MAX)
-    level = (amax / torch.full_like(amax, _SCALE_MAX) / most).clamp(min=_SMALLEST)
-    level = torch.where(amax == 0, 1.0, level)
-    base = block_amax(values, (1, _LENGTH)) / most / level
+    second_level = (amax / torch.full_like(amax, _SCALE_MAX) / most).clamp(min=_SMALLEST)
+    second_level = torch.where(amax == 0, 1.0, second_level)
+    base = block_amax(values, (1, _LENGTH)) / most / second_level
     base = base.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
     base = torch.where(base == 0, 1.0, base)  # [M, K / 16]
-    scaled = values / (base * level).repeat_interleave(_LENGTH, 1)
+    scaled = values / (base * second_level).repeat_interleave(_LENGTH, 1)
     codes = e2m1_encode(scaled)
     wanted = base * _correction(scaled, e2m1_decode(codes)).repeat_interleave(_BLOCKS, 1)
     uniform = draws.uniform(x.shape)
     if uniform is not None:
         wanted = _rounded_at_random(wanted, uniform[:, ::_LENGTH])
     scale = torch.where(wrong.repeat_interleave(_BLOCKS, 1), float("nan"), wanted)
-    tensor_scale = torch.cat((level.view(1), halves.float())).view(-1, 1)
+    tensor_scale = torch.cat((second_level.view(1), halves.float())).view(-1, 1)
     return pack(codes), scale.to(torch.float8_e4m3fn), tensor_scale
 
 

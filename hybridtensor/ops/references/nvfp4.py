@@ -181,10 +181,10 @@ def _block_errors(
 ) -> Tensor:
     """Return the errors of blocks under their scales, fp32 ``[A, B]``; see ``four_over_six``."""
     codes = e2m1_encode(values * spread(_factor(scale, encode), fmt.block, values.shape))
-    held = e2m1_decode(codes) * spread(scale.float(), fmt.block, values.shape)
-    held = held * tensor_scale
-    held = held / torch.full_like(held, fmt.tensor_scale_max)
-    differences = held - values
+    dequantized = e2m1_decode(codes) * spread(scale.float(), fmt.block, values.shape)
+    dequantized = dequantized * tensor_scale
+    dequantized = dequantized / torch.full_like(dequantized, fmt.tensor_scale_max)
+    differences = dequantized - values
     errors = differences.abs() if metric == "mae" else differences * differences
     if fmt.block[0] == 1:
         return _sum_in_order(errors)
