@@ -168,6 +168,21 @@ def test_a_weight_that_is_a_buffer():
     assert torch.equal(ours(X), same(X))
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8_delayed"])
+def test_a_weight_that_torchao_quantized(recipe):
+    """Not quantized twice: an error names the layer and what to call, after which the model is torchao's."""
+    quantization = pytest.importorskip("torchao.quantization")
+    ours, expected = model(recipe), model()
+    for net in (ours, expected):
+        quantization.quantize_(net, quantization.Int8WeightOnlyConfig())
+    if recipe != "bf16":
+        with pytest.raises(TypeError, match=r"weight of layer 0, got Int8Tensor.* call plain_ before"):
+            ours(X)
+        ours = ht.plain_(model(recipe))
+        quantization.quantize_(ours, quantization.Int8WeightOnlyConfig())
+    assert torch.equal(ours(X), expected(X))
+
+
 def test_prune_and_remove():
     layer = ht.quantize_(nn.Linear(64, 64), "fp8")
     prune.l1_unstructured(layer, "weight", 0.5)

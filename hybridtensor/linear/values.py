@@ -6,13 +6,17 @@ import contextlib
 from collections.abc import Iterator
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hybridtensor.linear.exported import without_gradient
 from hybridtensor.linear.operands import Weight
 from hybridtensor.ops.autograd import Function
 from hybridtensor.ops.library import is_exporting
+from hybridtensor.quantizers import IdentityQuantizer
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState
+from hybridtensor.state.tensors import layer_of
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.observing import observe_read
 from hybridtensor.subclasses.operators.hybrid_values import values_to_read
@@ -69,7 +73,18 @@ def as_weight(weight: Weight) -> Iterator[None]:
 
 
 def as_master_weight(values: Tensor, config: HybridConfig, state: LayerState) -> MasterWeight:
-    """Return a plain tensor as a weight with a layer's recipe and state, with gradients."""
+    """Return a plain tensor as a weight with a layer's recipe and state, with gradients.
+
+    Raises:
+        TypeError: If a weight is quantized that is a tensor of another library, such as torchao's quantized ones.
+    """
+    is_foreign = is_traceable_wrapper_subclass(values) and not isinstance(values, DTensor)
+    if is_foreign and not isinstance(config.weight, IdentityQuantizer):
+        raise TypeError(
+            f"linear: a plain tensor is required at the weight of {layer_of(state)}, got {type(values).__name__}, which "
+            "would be quantized again; call plain_ before another library quantizes the layer, or leave it out of "
+            "quantize_ (keep_bf16)"
+        )
     made: MasterWeight = _AsMasterWeight.apply(values, config)
     made.record.layer = state
     return made
