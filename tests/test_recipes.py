@@ -4,6 +4,7 @@ Oracle: float64 products of the operands, decoded by ml_dtypes, within the deriv
 """
 
 import copy
+import re
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
 from hybridtensor import Context, HybridConfig, recipes
+from hybridtensor.recipe_table import TABLE
+from hybridtensor.recipes import spec as specs
 from hybridtensor.testing import exact_values, product_bound, random_tensor, saved_by
 
 HOPPER_ACCUMULATE = 2.0**-13
@@ -233,9 +236,19 @@ def test_modifiers_that_change_nothing_are_mistakes():
             HybridConfig.parse(spec)
 
 
-def test_a_recipe_takes_no_modifiers():
-    with pytest.raises(ValueError, match="or the recipe 'fp8_dequantized_backward', which takes no modifiers"):
-        recipes.from_name("fp8_dequantized_backward+pow2_scale")
+@pytest.mark.parametrize("read", [recipes.from_name, HybridConfig.parse])
+@pytest.mark.parametrize("text", ["{}+pow2_scale", "fp8/{}/bf16", "{}:bf16"])
+def test_a_recipe_is_no_part_of_a_spec(read, text):
+    for row in TABLE:
+        if row.name not in specs.WORDS:
+            advice = re.escape(f"got the recipe {row.name!r}, which is used alone (recipes.from_name); to change it, ")
+            with pytest.raises(ValueError, match=f"{advice}start from its spec, {re.escape(repr(row.spec))}$"):
+                read(text.format(row.name))
+
+
+def test_the_docstring_of_parse_names_every_word():
+    said = re.findall(r"``(\w+)``", HybridConfig.parse.__doc__)
+    assert {*specs.WORDS, *specs.MODIFIERS, *specs.POLICIES} <= {*said}
 
 
 class TestSchedule:

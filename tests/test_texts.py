@@ -182,9 +182,8 @@ ValueError: HybridConfig.parse: a backward override replaces the formats of grad
   'fp8/mxfp8/bf16+dequantized'; name the format of output only
 ValueError: HybridConfig.parse: 'pow2_scale' changes nothing in 'mxfp8+pow2_scale'; drop it
 TypeError: HybridConfig.parse: a string is required, got 8
-ValueError: HybridConfig: unknown format 'nvfp4_1d_weight'; did you mean 'nvfp4'? known: bf16, fp8,
-  fp8_rowwise, fp8_block, fp8_delayed, mxfp8, mxfp4, nvfp4; or the recipe 'nvfp4_1d_weight', which takes no
-  modifiers
+ValueError: HybridConfig: a format is required, got the recipe 'nvfp4_1d_weight', which is used alone
+  (recipes.from_name); to change it, start from its spec, 'nvfp4+one_d+rowwise_dequantized_weight'
 ValueError: HybridConfig: unknown format 'nvpf4'; did you mean 'nvfp4'? known: bf16, fp8, fp8_rowwise,
   fp8_block, fp8_delayed, mxfp8, mxfp4, nvfp4; or a recipe: did you mean 'nvfp4'? known: bf16, fp8,
   fp8_delayed, fp8_rowwise, fp8_rowwise_hp_grad_weight, fp8_block, fp8_high_precision_backward,

@@ -277,8 +277,9 @@ class HybridConfig(AOBaseConfig):
         ``mx_even``, ``mx_floor`` (exponents of MXFP4), ``one_d`` (NVFP4 weights), ``nearest`` (rounding),
         ``no_hadamard``, ``row_scaled_input`` (NVFP4 input in the forward), ``four_over_six`` (of two scales per NVFP4
         block of weights and inputs the better one), ``four_over_six_weight``, ``four_over_six_input`` (of one of them),
-        ``four_over_six_mse``, ``four_over_six_448`` (its options), ``rowwise_dequantized`` (columnwise faces of input
-        and weight from what the forward saw), ``rowwise_dequantized_weight`` (of the weight only).
+        ``four_over_six_mse``, ``four_over_six_448`` (its options), ``eden`` (MS-EDEN in NVFP4 products of
+        backward), ``rowwise_dequantized`` (columnwise faces of input and weight from what the forward saw),
+        ``rowwise_dequantized_weight`` (of the weight only).
 
         Raises:
             TypeError: If ``spec`` is not a string.

@@ -190,8 +190,5 @@ def from_name(name: RecipeName | str) -> HybridConfig:
     try:
         return HybridConfig.parse(name)
     except ValueError as error:
-        hint = "" if "+" in name else f"; or a recipe: {nearest(name, RECIPES)}"
-        recipe = name.partition("+")[0]
-        if f"unknown format {recipe!r}" in str(error) and recipe in RECIPES:
-            hint = f"; or the recipe {recipe!r}, which takes no modifiers"
+        hint = "" if {*"+/:"} & {*name} else f"; or a recipe: {nearest(name, RECIPES)}"
         raise ValueError(f"{error}{hint}") from None

@@ -30,6 +30,7 @@ from hybridtensor.quantizers import (
     Quantizer,
 )
 from hybridtensor.quantizers.hybrid import of_direction
+from hybridtensor.recipe_table import TABLE
 from hybridtensor.state import ROLES
 
 DIRECTIONS = ("rowwise", "columnwise")
@@ -157,6 +158,11 @@ def _quantizer(word: str | Quantizer, role: str, gemm: str) -> Quantizer:
         require_kind("HybridConfig", f"a format or a quantizer for {gemm}", word, Quantizer)
         return word
     if word not in WORDS:
+        if spec := next((row.spec for row in TABLE if row.name == word), None):
+            raise ValueError(
+                f"HybridConfig: a format is required, got the recipe {word!r}, which is used alone "
+                f"(recipes.from_name); to change it, start from its spec, {spec!r}"
+            )
         raise ValueError(f"HybridConfig: unknown format {word!r}; {nearest(word, WORDS)}")
     return WORDS[word](role, gemm)
 
