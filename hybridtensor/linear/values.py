@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hybridtensor.linear.exported import without_gradient
@@ -78,12 +77,14 @@ def as_master_weight(values: Tensor, config: HybridConfig, state: LayerState) ->
     Raises:
         TypeError: If a weight is quantized that is a tensor of another library, such as torchao's quantized ones.
     """
-    is_foreign = is_traceable_wrapper_subclass(values) and not isinstance(values, DTensor)
-    if is_foreign and not isinstance(config.weight, IdentityQuantizer):
+    # torch's own subclasses are not quantized: DTensor, or what a functional collective returns.
+    is_foreign = not type(values).__module__.startswith("torch.")
+    is_quantized = is_foreign and is_traceable_wrapper_subclass(values)
+    if is_quantized and not isinstance(config.weight, IdentityQuantizer):
         raise TypeError(
-            f"linear: a plain tensor is required at the weight of {layer_of(state)}, got {type(values).__name__}, which "
-            "would be quantized again; call plain_ before another library quantizes the layer, or leave it out of "
-            "quantize_ (keep_bf16)"
+            f"linear: a plain tensor is required at the weight of {layer_of(state)}, got {type(values).__name__}, "
+            "which would be quantized again; call plain_ before another library quantizes the layer, or leave it out "
+            "of quantize_ (keep_bf16)"
         )
     made: MasterWeight = _AsMasterWeight.apply(values, config)
     made.record.layer = state

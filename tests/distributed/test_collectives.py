@@ -33,6 +33,7 @@ def allgathered(weight, rank):
 
 # what torch 2.13 calls it, and what versions before do
 all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+all_gather_of = getattr(functional, "all_gather_single_autograd", functional.all_gather_tensor_autograd)
 
 # what to do with a weight, and the values that all ranks then have
 IN_PLACE = {
@@ -131,3 +132,23 @@ def zero_redundancy(rank):
 
 def test_zero_redundancy_optimizer(two):
     two.run(zero_redundancy)
+
+
+def gathered_as_weight(rank):
+    """A layer whose weight is what a functional collective returns, as in FSDP by parametrizations."""
+    for recipe in ("fp8", "fp8_delayed", "mxfp8"):
+        net, same = layer(7, recipe), layer(7, recipe)
+        part = values(0)[32 * rank :][:32].requires_grad_()
+        whole = all_gather_of(part, 0, dist.group.WORLD)
+        assert type(whole) is functional.AsyncCollectiveTensor
+        out = torch.func.functional_call(net, {"weight": whole}, (inputs(),))
+        same.weight.data.copy_(values(0))
+        expected = same(inputs())
+        assert torch.equal(out, expected)
+        out.square().mean().backward()
+        expected.square().mean().backward()
+        assert torch.equal(part.grad, 2 * same.weight.grad[32 * rank :][:32])  # a sum over two ranks
+
+
+def test_a_gathered_tensor_as_the_weight(two):
+    two.run(gathered_as_weight)
