@@ -27,6 +27,8 @@ RECIPES = [
     *ANY_LAYER, "fp8_delayed+most_recent", "fp8/fp8_rowwise/bf16", "bf16/mxfp8/fp8", "fp8+save_original_input",
     "fp8_delayed/bf16/fp8", "fp8_delayed+dequantized", "nvfp4+four_over_six", "mxfp4",
 ]  # fmt: skip
+# Ranks round their own rows at random.
+ROUNDED_ALIKE = [name for name in RECIPES if not ht.recipes.from_name(name).stochastic]
 SCALED_BY_AMAX = ["fp8", "nvfp4"]  # weights of several layers may have a common scale
 
 
@@ -118,10 +120,7 @@ class Program:
     def draw(cls, seed, *, ranks=1, steps=3):
         """Return the program of a seed; with fewer steps its last ones are left out."""
         rng = random.Random(seed)
-        stateless = [
-            name for name in RECIPES if not ht.recipes.from_name(name).stochastic
-        ]  # ranks round their own rows at random
-        recipe = rng.choice(RECIPES if ranks == 1 else stateless)
+        recipe = rng.choice(RECIPES if ranks == 1 else ROUNDED_ALIKE)
         blocks = ["mlp", "attention", "linear", "tied"] + ["experts"] * (ranks == 1)
         kinds = [(rng.choice(blocks), rng.random() < 0.5, rng.random() < 0.5) for _ in range(rng.randint(1, 3))]
         options = {
