@@ -1,6 +1,7 @@
 """What FSDP2 offers, with converted weights: each against an unsharded twin."""
 
 import copy
+import functools
 import itertools
 import warnings
 
@@ -16,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import hybridtensor as ht
 from hybridtensor.distributed.fsdp.hooks import find
@@ -600,6 +601,26 @@ WRAPS = list(itertools.product(CheckpointImpl, ["inside", "outside"]))
 )
 def test_activation_checkpointing(two, recipe, impl, order):
     two.run(checkpointing, [recipe], impl, order)
+
+
+def keeping_products(context, operator, *args, **kwargs):
+    is_product = operator is torch.ops.hybridtensor.scaled_mm.default
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective_checkpointing(rank, recipes):
+    """As torchtitan wraps blocks; bitwise the model that is not sharded."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, keeping_products)
+    for recipe in recipes:
+        model, twin = make(recipe), make(recipe)
+        for i, block in enumerate(model):
+            model[i] = fully_shard(checkpoint_wrapper(block, context_fn=contexts), mesh=mesh_of(rank, 2))
+        fully_shard(model, mesh=mesh_of(rank, 2))
+        train(rank, model, twin, grad_input=True)
+
+
+def test_selective_checkpointing(two):
+    two.run(selective_checkpointing, SOME)
 
 
 def compiled(rank, recipes, backend):

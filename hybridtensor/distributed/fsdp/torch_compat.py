@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._guards import TracingContext
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtensor.dtensor import local
 
@@ -246,9 +247,10 @@ class ShardedParam(NamedTuple):
         """Gather the group in the middle of a forward or backward, with both faces."""
         # FSDP2 gathers only what is sharded, and ``wants`` returns both faces in the state IDLE. A
         # torch whose ``unshard`` checks for a running backward would raise here, on activation
-        # checkpointing.
-        self.group._to_sharded()
-        with self.group.use_training_state(TrainingState.IDLE):
+        # checkpointing. Out of sight of dispatch modes: selective checkpointing refuses, in its second pass, operators
+        # that its first had not.
+        with _disable_current_modes(), self.group.use_training_state(TrainingState.IDLE):
+            self.group._to_sharded()
             self.group.unshard()
             self.group.wait_for_unshard()
 
