@@ -634,6 +634,14 @@ class TestBadInput:
         y.sum().backward()
         ht.quantize_(model, "fp8")
 
+    def test_a_profiler_that_records_shapes_is_named(self):
+        """It holds weak references to the operands of what it saw, here the initializers."""
+        with torch.profiler.profile(record_shapes=True):
+            model = nn.Linear(4, 4)
+            with pytest.raises(RuntimeError, match="outside of forward/backward and of a profiler"):
+                ht.quantize_(model, "fp8")
+        ht.quantize_(model, "fp8")
+
     def test_multihead_attention_is_left_alone_and_says_why(self):
         model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
         ht.quantize_(model, "fp8")
