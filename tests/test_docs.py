@@ -105,6 +105,24 @@ def test_small_batches_table():
         cells[row["device thread"]] = [f"{row['ms']:.1f}", f"{row['speedup']:.2f}x"]
     expected = [[*name, *cells[True], *cells[False]] for name, cells in found.items()]
     assert table("small_batches_nvidia_h100_80gb_hbm3") == expected
+    ms = [(float(row[4]) / float(row[2]), row[:2]) for row in expected if row[1] in ht.recipes.RECIPES]
+    ratios = [ratio for ratio, (tokens, _) in ms if tokens == "2,048"]
+    said = words("choosing-a-recipe")
+    assert f"of three recipes in another from {min(ratios):.2f} to {max(ratios):.2f} times" in said
+
+
+def test_what_is_said_of_eager_steps_is_the_range_of_the_tables():
+    of = {"small_batches_nvidia_h100_80gb_hbm3": "speedup"}
+    of |= dict.fromkeys(
+        ("models_nvidia_h100_80gb_hbm3", "models_nvidia_h200", "models_beside_te_nvidia_h100_80gb_hbm3"), "of bf16"
+    )
+    found = {}
+    for name, column in of.items():
+        for row in results(name)["rows"]:
+            if row["recipe"] == "fp8" and row.get("mode", "eager") == "eager":
+                found.setdefault(row["tokens"], []).append(f"{row[column]:.2f}x")
+    ends = [f"{min(found[tokens])} to {max(found[tokens])}" for tokens in (8192, 16384)]
+    assert f"at {ends[0]} in the tables of this section, with 16,384 tokens at {ends[1]}" in words("benchmarks")
 
 
 @pytest.mark.parametrize(
@@ -381,6 +399,10 @@ def test_every_demo_run_resumed_bitwise_and_stayed_within_a_percent(name):
 
 def page(name):
     return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+def words(name):
+    return " ".join(page(name).split())
 
 
 def test_every_word_of_recipes_is_told():
