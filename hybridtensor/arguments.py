@@ -93,8 +93,9 @@ def require_choice(who: str, what: str, word: object, known: Iterable[str]) -> N
 def nearest(word: str, known: Iterable[object]) -> str:
     """Return advice for a misspelt word: the nearest known word, and the whole list."""
     words = [str(k) for k in known]
-    close = difflib.get_close_matches(word[:_LONGEST], words, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    lower = {k.lower(): k for k in words}
+    close = difflib.get_close_matches(word[:_LONGEST].lower(), lower, n=1, cutoff=0.5)
+    hint = f"did you mean {lower[close[0]]!r}? " if close else ""
     return f"{hint}known: {', '.join(words)}"
 
 

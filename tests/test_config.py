@@ -205,6 +205,8 @@ class TestBadInput:
         [
             ("fp9", "unknown format 'fp9'; did you mean 'fp8'"),
             ("fp8_rowise", "did you mean 'fp8_rowwise'"),
+            ("NVFP4", "unknown format 'NVFP4'; did you mean 'nvfp4'"),
+            ("fp8+Pow2_Scale", "unknown modifier 'Pow2_Scale'; did you mean 'pow2_scale'"),
             ("fp8/bf16", "one format, or three"),
             ("fp8+dequantised", "unknown modifier 'dequantised'; did you mean 'dequantized'"),
             ("fp8+dequantized+high_precision", "one backward_override is possible"),

@@ -111,6 +111,11 @@ def test_a_device_that_computes_is_required():
         costs.measure("cpu", tokens=100)
 
 
+def test_a_table_in_capitals_is_recognized():
+    with pytest.raises(ValueError, match="unknown table of costs 'B200'; did you mean 'b200'"):
+        costs.table("B200")
+
+
 @pytest.mark.parametrize("device", ["a100", "", 3])
 def test_a_table_that_is_not_there_is_measured(device):
     told = r"unknown table of costs .*known: h200, h100, b200; .*costs\.measure\(\) makes"

@@ -322,3 +322,5 @@ class TestKeepBf16:
             recipes.edge_blocks(nn.Linear(2, 2))
         with pytest.raises(ValueError, match="fewer blocks than the 4 of 'blocks' are required, got first=2, last=2"):
             recipes.edge_blocks(self.model(), first=2, last=2)
+        with pytest.raises(ValueError, match="fewer blocks than the 4 of 'ModuleList' are required, got first=3"):
+            recipes.edge_blocks(self.model()["blocks"], first=3)

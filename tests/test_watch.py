@@ -309,6 +309,13 @@ def test_sinks(tmp_path):
     assert "blocks.0.q/grad_weight/cosine" in watched.scalars()
 
 
+def test_the_folder_of_a_sink_is_made(tmp_path):
+    path = tmp_path / "logs" / "today" / "log.jsonl"
+    with ht.watch(model_of("fp8"), every=2, sinks=[path]) as watched:
+        train(watched.model, 4, watched)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 2]
+
+
 def test_recordings_are_read_again(tmp_path, capsys):
     model = model_of("mxfp8/nvfp4/bf16")
     with ht.watch(model, every=2) as watched:

@@ -44,7 +44,7 @@ def edge_blocks(model: nn.Module, *, first: int = 1, last: int = 1) -> list[str]
     number = len(blocks)
     if first + last >= number:
         raise ValueError(
-            f"edge_blocks: fewer blocks than the {number} of {name!r} are required, "
+            f"edge_blocks: fewer blocks than the {number} of {name or type(model).__name__!r} are required, "
             f"got first={first}, last={last}"
         )
     chosen = itertools.chain(range(first), range(number - last, number))

@@ -33,6 +33,7 @@ def sink_of(target: object) -> Sink:
 
 def _to_file(path: Path) -> Sink:
     def append(sample: Sample) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
             file.write(json.dumps(as_dict(sample)) + "\n")
 

@@ -98,8 +98,8 @@ class watch(Printed):  # noqa: N801  (used as a function)
         model: A model after ``quantize_``.
         every: Distance between two measured steps.
         rows: Maximum number of rows, or columns, measured of each operand.
-        sinks: Receivers of samples, called one step later, on the first rank only: paths (JSON lines), TensorBoard
-            writers, W&B runs, Lightning loggers, functions of a ``Sample``.
+        sinks: Receivers of samples, called one step later, on the first rank only: paths (JSON lines, in folders that
+            are made), TensorBoard writers, W&B runs, Lightning loggers, functions of a ``Sample``.
         alarm: Action if a face is not finite or saturated: ``"warn"``, ``"raise"``, or a function of the message, which
             names layer, operand and step. It reports the first such face of a step, one step later.
         saturated: Minimum ``overflows%`` of a saturated face, in percent.
