@@ -94,14 +94,21 @@ class Doubling(nn.Linear):
         return self._parameters["weight"] * 2
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
-def test_a_class_that_computes_its_weight_multiplies_by_what_it_computes(recipe):
-    """In high precision, and says so."""
-    layer = nn.Linear(64, 64)
-    expected = F.linear(X, 2 * layer.weight, layer.bias)
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8_delayed"])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_class_that_computes_its_weight_multiplies_by_what_it_computes(recipe, before):
+    """Bitwise as a layer whose parameter is that: output and gradients; doubling rounds nothing."""
+    layer, same = nn.Linear(64, 64), nn.Linear(64, 64)
+    same.load_state_dict({"weight": 2 * layer.weight.detach(), "bias": layer.bias.detach()})
+    ht.quantize_(same, recipe)
+    layer.__class__ = Doubling if before else nn.Linear
     ht.quantize_(layer, recipe).__class__ = Doubling
-    with pytest.warns(UserWarning, match=r"\(Doubling\) runs unquantized: its forward reads the weight"):
-        assert torch.equal(layer(X), expected)
+    got, expected = layer(X), same(X)
+    assert torch.equal(got, expected)
+    for out in (got, expected):
+        out.square().sum().backward()
+    assert torch.equal(layer._parameters["weight"].grad, 2 * same.weight.grad)
+    assert torch.equal(layer.bias.grad, same.bias.grad)
 
 
 COMPUTED = {

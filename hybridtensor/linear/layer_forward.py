@@ -4,10 +4,10 @@
 |---|---|
 | a weight of this library | the layer's forward: ``F.linear`` finds the weight |
 | its shards, a DTensor | the layer's forward; ``F.linear`` runs on the local parts, see ``tensor_parallel`` |
-| any other tensor | the layer's forward; ``F.linear`` quantizes by the layer's recipe |
+| any other tensor, or a property | the layer's forward; ``F.linear`` quantizes by the layer's recipe |
 
-``torch.func.functional_call`` sets other tensors as ``weight`` for one call; ``weight_norm`` and parametrizations
-compute it. DTensor disables ``__torch_function__`` of the weight inside it, so the layer handles DTensors itself.
+``torch.func.functional_call`` sets other tensors as ``weight`` for one call; ``weight_norm``, parametrizations and
+properties compute it. DTensor disables ``__torch_function__`` of what is inside: the layer handles DTensors itself.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class LayerForward:
         weight: Any = layer._parameters.get("weight")
         if type(weight) not in WEIGHTS:
             part = local(weight) if isinstance(weight, DTensor) else None
-            if isinstance(part, WEIGHTS):
-                return self._run_sharded(layer, recipe, weight, part, args, kwargs)
+            if isinstance(part, WEIGHTS) and not hasattr(type(layer), "weight"):
+                return self._run_sharded(layer, weight, part, args, kwargs)
             return _with_recipe(self, layer, args, kwargs)
         if torch.compiler.is_dynamo_compiling():  # Dynamo must not trace the rest
             if weight.is_of_no_layer:
@@ -165,9 +165,10 @@ class LayerForward:
             return self.run(layer, args, kwargs)
         if weight.record.layer is not recipe.state or weight.record.is_new:
             go_by(recipe, weight.record, weight.config, layer)
-        # That calls F.linear and nothing else. The weight is read by name: Pyro's layers train what is, others compute.
-        is_of_linear = self.inner is None and type(layer).forward is nn.Linear.forward
-        calls_linear = is_of_linear and layer.weight is weight
+        # That calls F.linear and nothing else. The weight is read by name: Pyro's layers train what is.
+        calls_linear = self.inner is None and type(layer).forward is nn.Linear.forward
+        if calls_linear and layer.weight is not weight:  # a property computes another
+            return _with_recipe(self, layer, args, kwargs)
         if not calls_linear:
             if weight.is_data and weight.computes_as_values:
                 with as_weight(weight):
@@ -190,19 +191,13 @@ class LayerForward:
         return self.run(layer, args, kwargs)
 
     def _run_sharded(
-        self,
-        layer: nn.Module,
-        recipe: LayerRecipe,
-        weight: DTensor,
-        part: Weight,
-        args: Args,
-        kwargs: Kwargs,
+        self, layer: nn.Module, weight: DTensor, part: Weight, args: Args, kwargs: Kwargs
     ) -> object:
         """Run the layer's forward with a DTensor of weights at ``weight``, as tensor parallelism puts there."""
-        state = recipe.state
-        if not torch.compiler.is_dynamo_compiling() and part.record.layer is not state:
+        recipe: LayerRecipe = layer.__dict__[_RECIPE]
+        if not torch.compiler.is_dynamo_compiling() and part.record.layer is not recipe.state:
             go_by(recipe, part.record, part.config, layer)
-        require_shardable(layer, state)
+        require_shardable(layer, recipe.state)
         if self.inner is None and _is_linear(layer):
             return sharded_linear(_input(*args, **kwargs), weight, layer.bias)  # type: ignore[arg-type]
         with ShardedLinearMode():
@@ -295,13 +290,17 @@ def _input(input: Tensor) -> Tensor:
 def _with_recipe(forward: LayerForward, layer: nn.Module, args: Args, kwargs: Kwargs) -> object:
     """Run a layer's forward while another class's tensor is at its weight: a graph cannot make a weight's record."""
     require_plain_autograd()
-    require_own_weight(layer.__dict__[_RECIPE].state)
+    recipe = layer.__dict__[_RECIPE]
+    require_own_weight(recipe.state)
     with parametrize.cached():
         weight: Any = layer.weight  # computed now, not while its products are watched
         if is_weight(weight):  # a parametrization handed it on, or it is a buffer
-            go_by(layer.__dict__[_RECIPE], weight.record, weight.config, layer)
+            go_by(recipe, weight.record, weight.config, layer)
             with as_weight(weight):
                 return forward.run(layer, args, kwargs)
+        if forward.inner is None and _is_linear(layer):  # a property would compute it again
+            x, made = _as_input(_input(*args, **kwargs)), as_master_weight(weight, *recipe)
+            return linear(x, made, layer.bias)  # type: ignore[arg-type]
         with _RecipeMode(layer, weight):
             return forward.run(layer, args, kwargs)
 

@@ -3,6 +3,8 @@
 Each rank has the same batch, so that means over two ranks are exact.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ from tiers import covered, few
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from weight_operations import BATCHES, ENDS, PRODUCTS, WRITES, data, difference, layer, run
 
@@ -161,3 +163,43 @@ def read_by_a_parent(rank):
 
 def test_parts_that_are_read_as_values(two):
     two.run(read_by_a_parent)
+
+
+class Gathering(nn.Linear):
+    """A layer whose parameters are shards, which a property gathers, as SimpleFSDP of torchtitan has it."""
+
+    def _gathered(self, name):
+        whole = self._parameters[name].redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial()])
+
+    weight = property(lambda self: self._gathered("weight"))
+    bias = property(lambda self: self._gathered("bias"))
+
+
+def gathered_by_a_property(rank, recipe, before):
+    """Bitwise the whole layer: outputs, gradients of inputs, and on equal tokens that of the weight, twice."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 32).to(here()), torch.randn(16, 64, device=here())
+    whole = quantize_(copy.deepcopy(layer), recipe)
+    if before:
+        quantize_(layer, recipe)
+    for name, parameter in list(layer.named_parameters()):
+        shards = distribute_tensor(parameter, init_device_mesh(here(), (2,)), [Shard(0)])
+        layer.register_parameter(name, nn.Parameter(shards))
+    layer.__class__ = Gathering
+    if not before:
+        quantize_(layer, recipe)
+    found = []
+    for one in (layer, whole):
+        input = x.clone().requires_grad_()
+        y = one(input)
+        y.square().sum().backward()
+        found.append((y.detach(), input.grad))
+    assert all(map(torch.equal, *found))
+    assert torch.equal(layer._parameters["weight"].grad.full_tensor(), 2 * whole.weight.grad)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8_delayed"])
+@pytest.mark.parametrize("before", [True, False])
+def test_shards_that_a_property_gathers(two, recipe, before):
+    two.run(gathered_by_a_property, recipe, before)
