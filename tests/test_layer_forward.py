@@ -109,6 +109,22 @@ def test_a_class_that_computes_its_weight_multiplies_by_what_it_computes(recipe,
         out.square().sum().backward()
     assert torch.equal(layer._parameters["weight"].grad, 2 * same.weight.grad)
     assert torch.equal(layer.bias.grad, same.bias.grad)
+    assert torch.equal(torch.compile(layer, backend="eager")(X), expected)  # in eager code between graphs
+
+
+class DoublingByItself(Doubling):
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_forward_that_computes_its_weight_anew_says_that_it_is_plain(before):
+    layer = nn.Linear(64, 64)
+    expected = F.linear(X, 2 * layer.weight, layer.bias)
+    layer.__class__ = DoublingByItself if before else nn.Linear
+    ht.quantize_(layer, "fp8").__class__ = DoublingByItself
+    with pytest.warns(UserWarning, match=r"\(DoublingByItself\) runs unquantized: its forward"):
+        assert torch.equal(layer(X), expected)
 
 
 COMPUTED = {

@@ -21,32 +21,30 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from hybridtensor.dtensor import local
 from hybridtensor.linear.exported import require_own_weight
 from hybridtensor.linear.function import linear, require_plain_autograd
 from hybridtensor.linear.kinds import is_listed
 from hybridtensor.linear.operands import WEIGHTS, Weight, is_weight
+from hybridtensor.linear.recipe_mode import RecipeMode
 from hybridtensor.linear.tensor_parallel import (
     ShardedLinearMode,
     require_shardable,
     sharded_linear,
 )
-from hybridtensor.linear.uses import Uses
+from hybridtensor.linear.uses import Uses, warn_unquantized
 from hybridtensor.linear.values import as_master_weight, as_weight, values_of
 from hybridtensor.ops.library import outside_graphs
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import LayerState
 from hybridtensor.state.training import watch_optimizers
-from hybridtensor.subclasses import MasterWeight
 from hybridtensor.subclasses.observing import observe_read, observers
-from hybridtensor.subclasses.op_table import Args, Func, Kwargs
+from hybridtensor.subclasses.op_table import Args, Kwargs
 from hybridtensor.subclasses.owners import LayerRecipe, go_by, set_owner
 
 _RECIPE = "_hybridtensor_recipe"
@@ -160,14 +158,16 @@ class LayerForward:
                 return self._run_sharded(layer, weight, part, args, kwargs)
             return _with_recipe(self, layer, args, kwargs)
         if torch.compiler.is_dynamo_compiling():  # Dynamo must not trace the rest
-            if weight.is_of_no_layer:
+            if weight.is_of_no_layer or hasattr(
+                type(layer), "weight"
+            ):  # a property may compute another
                 return in_eager_code(self, args, kwargs)
             return self.run(layer, args, kwargs)
         if weight.record.layer is not recipe.state or weight.record.is_new:
             go_by(recipe, weight.record, weight.config, layer)
         # That calls F.linear and nothing else. The weight is read by name: Pyro's layers train what is.
         calls_linear = self.inner is None and type(layer).forward is nn.Linear.forward
-        if calls_linear and layer.weight is not weight:  # a property computes another
+        if calls_linear and layer.weight is not weight:
             return _with_recipe(self, layer, args, kwargs)
         if not calls_linear:
             if weight.is_data and weight.computes_as_values:
@@ -238,7 +238,7 @@ class LayerForward:
 
 # A graph cannot let it go by the layer's state, and its products would stay plain there, as an adapter's.
 @outside_graphs(
-    "a factory, such as new_zeros, made the weight of a converted layer of another weight"
+    "a property, or a factory such as new_zeros of another weight, makes the weight of a converted layer"
 )
 def in_eager_code(forward: LayerForward, args: Args, kwargs: Kwargs) -> object:
     """Call the forward of a layer outside of graphs."""
@@ -301,99 +301,12 @@ def _with_recipe(forward: LayerForward, layer: nn.Module, args: Args, kwargs: Kw
         if forward.inner is None and _is_linear(layer):  # a property would compute it again
             x, made = _as_input(_input(*args, **kwargs)), as_master_weight(weight, *recipe)
             return linear(x, made, layer.bias)  # type: ignore[arg-type]
-        with _RecipeMode(layer, weight):
-            return forward.run(layer, args, kwargs)
-
-
-class _RecipeMode(TorchFunctionMode):
-    """Torch function mode that applies a layer's recipe in ``F.linear`` to the tensor at its weight."""
-
-    def __init__(self, layer: nn.Module, weight: Tensor) -> None:
-        super().__init__()
-        self._layer, self._weight = layer, weight
-        self._is_transposed = bool(layer.__dict__[_RECIPE].state.transposed)
-
-    def __torch_function__(
-        self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> object:
-        if func is F.linear:
-            operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
-            if operands["weight"] is self._weight:
-                operands["weight"] = self._quantized_weight()
-                return linear(**operands)
-            self._refuse_weight([operands["weight"]])
-        elif func in _TRANSPOSED_PRODUCTS and self._is_transposed:
-            bias, x, right, others = _TRANSPOSED_PRODUCTS[func](*args, **(kwargs or {}))
-            if right is self._weight and not others:
-                return linear(x, self._quantized_weight().t(), bias)
-            self._refuse_weight([*args, *(kwargs or {}).values()])
-        elif func in _PRODUCTS:
-            self._refuse_weight([*args, *(kwargs or {}).values()])
-        return func(*args, **(kwargs or {}))
-
-    def _quantized_weight(self) -> MasterWeight:
-        """Return the tensor at the weight with the layer's recipe."""
-        # Strides say which layout a product multiplies: they must be those of a weight as it is stored.
-        values = self._weight.contiguous() if self._is_transposed else self._weight
-        return as_master_weight(values, *self._layer.__dict__[_RECIPE])
-
-    def _wanted(self) -> str:
-        """Return the product that is quantized, for error messages."""
-        return "x @ weight or torch.addmm" if self._is_transposed else "F.linear"
-
-    def _refuse_weight(self, operands: list[object]) -> None:
-        """Raise NotImplementedError if a product that is not quantized has the weight among its operands."""
-        leaves = tree_leaves(operands)  # some functions take lists
-        if any(isinstance(t, Tensor) and _overlap(t, self._weight) for t in leaves):
-            raise NotImplementedError(
-                f"linear: {type(self._layer).__name__}.forward multiplies its weight by another function than "
-                f"{self._wanted()} while the weight is a plain tensor (functional_call, a parametrization), "
-                f"which would not be quantized; use {self._wanted()}, or leave the layer out of quantize_ "
-                "(keep_bf16)"
+        with RecipeMode(layer, weight, recipe) as mode:
+            out = forward.run(layer, args, kwargs)
+        if not mode.multiplied and hasattr(type(layer), "weight"):
+            warn_unquantized(
+                layer,
+                recipe.state,
+                "multiplies another tensor than was read as its weight, as a property computes it anew",
             )
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors overlap in memory; parameters may lie in one storage without overlapping."""
-    first, second = _byte_range(a), _byte_range(b)
-    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
-    return same and first.start < second.stop and second.start < first.stop
-
-
-def _byte_range(tensor: Tensor) -> range:
-    """Return the byte range of its storage that a tensor covers."""
-    first, size = tensor.storage_offset(), tensor.element_size()
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = first + sum((n - 1) * step for n, step in steps)
-    return range(first * size, (last + 1) * size)
-
-
-_PRODUCTS = (
-    torch.matmul, torch.mm, torch.addmm, torch.bmm, torch.baddbmm, torch.addbmm, torch.einsum, torch.inner, torch.mv,
-    torch.addmv, torch.tensordot, torch.chain_matmul, torch.linalg.multi_dot, torch.linalg.matmul, F.bilinear,
-    Tensor.matmul, Tensor.mm, Tensor.addmm, Tensor.bmm, Tensor.baddbmm, Tensor.addbmm, Tensor.inner, Tensor.mv,
-    Tensor.addmv, Tensor.__matmul__, Tensor.__rmatmul__,
-)  # fmt: skip
-
-
-_Operands = tuple[Tensor | None, Tensor, Tensor, dict[str, object]]
-"""Bias, input, weight, and what is none of these."""
-
-
-def _of_matmul(input: Tensor, other: Tensor, **others: object) -> _Operands:
-    return None, input, other, others
-
-
-def _of_mm(input: Tensor, mat2: Tensor, **others: object) -> _Operands:
-    return None, input, mat2, others
-
-
-def _of_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **others: object) -> _Operands:
-    return input, mat1, mat2, others
-
-
-# Products with a weight [in, out] on the right, and how to read their arguments.
-_TRANSPOSED_PRODUCTS: dict[Func, Callable[..., _Operands]] = {
-    torch.matmul: _of_matmul, Tensor.matmul: _of_matmul, Tensor.__matmul__: _of_matmul,
-    torch.mm: _of_mm, Tensor.mm: _of_mm, torch.addmm: _of_addmm, Tensor.addmm: _of_addmm,
-}  # fmt: skip
+        return out

@@ -23,6 +23,15 @@ _ADVICE = (
 )
 
 
+def warn_unquantized(layer: nn.Module, state: LayerState, what: str) -> None:
+    """Warn that a layer multiplies a plain tensor; ``what`` says what its forward does."""
+    warnings.warn(
+        f"layer {state.name or '<root>'} ({type(layer).__name__}) runs unquantized: its forward {what}; "
+        + _ADVICE.format(weight="self.weight"),
+        stacklevel=7,  # past the layer's call
+    )
+
+
 class Uses(Observer):
     """Observe the first forward of a layer with its own forward: warn if it only reads its weight."""
 
@@ -37,11 +46,11 @@ class Uses(Observer):
         observers.remove(self)
         unmultiplied.pop(self._state, None)
         if kind is None and self._readers and not self._multiplied:
-            warnings.warn(
-                f"layer {self._state.name or '<root>'} ({type(self._layer).__name__}) runs unquantized: its forward "
-                f"reads the weight ({', '.join(dict.fromkeys(self._readers))}) and multiplies by the result, which is "
-                f"a plain tensor; {_ADVICE.format(weight='self.weight')}",
-                stacklevel=6,  # past the layer's call
+            readers = ", ".join(dict.fromkeys(self._readers))
+            warn_unquantized(
+                self._layer,
+                self._state,
+                f"reads the weight ({readers}) and multiplies by the result, which is a plain tensor",
             )
 
     def observe_product(
