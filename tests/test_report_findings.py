@@ -193,7 +193,25 @@ def test_what_is_not_finite_comes_first(outlier, tmp_path):
     face = bad.samples[-1].faces[5]
     told, _ = text_of(ht.report(bad, tmp_path / "page.html"))
     assert told.startswith(f"Findings{face.layer} {face.operand} ({face.format}): not finite in step {face.step}")
+    assert "Try a look at the step before" in told
     assert "NaN and Inf come from the values, whatever the format" in told
+
+
+@pytest.mark.parametrize(
+    "numbers", [{"nonfinite": 1.0, "sqnr": math.nan}, {"nonfinite": 1.0}], ids=["measured", "elsewhere"]
+)
+def test_what_was_not_finite_in_an_earlier_step_is_not_blamed_on_its_format(numbers, tmp_path):
+    run = trained("fp8_rowwise").recording()
+    first = run.samples[0]
+    face = first.faces[0]
+    faces = dataclasses.replace(face, statistics=face.statistics | numbers), *first.faces[1:]
+    run = dataclasses.replace(run, samples=(first._replace(faces=faces), *run.samples[1:]))
+    told, _ = text_of(ht.report(run, tmp_path / "page.html"))
+    found = f"{face.layer} {face.operand} (fp8_e4m3_row): not finite in step 0, in 1 of 3 sampled steps; no longer in"
+    assert found in told
+    assert "NaN and Inf come from the values, whatever the format" in told
+    assert "keep_bf16" not in told
+    assert "not finite dB" not in told
 
 
 def test_what_was_below_in_an_earlier_step_is_told(tmp_path):

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from hybridtensor.watching.expected import ONE_BIT
 from hybridtensor.watching.judging import Judged, nearest
-from hybridtensor.watching.markup import decibel, escape
+from hybridtensor.watching.markup import decibel, decibels, escape
 from hybridtensor.watching.recording import Recording
+from hybridtensor.watching.records import badness
 from hybridtensor.watching.remedies import remedy
 
 MOST = 12  # findings that are written out
@@ -24,7 +25,7 @@ def standing_out(found: Sequence[Judged]) -> list[Judged]:
         elif one.row_margin < 0:
             ranked.append((2, one.row_margin, one))
         elif one.below:
-            ranked.append((3, one.worst.statistics["sqnr"], one))
+            ranked.append((3, badness(one.worst.statistics["sqnr"]), one))
     return [one for *_, one in sorted(ranked, key=lambda rank: rank[:2])]
 
 
@@ -52,6 +53,11 @@ def sentence(one: Judged) -> str:
     if not one.is_finite:
         return f"not finite in step {one.row.step}, the last in which it was measured."
     often = f"in {one.below} of {len(one.rows)} sampled steps"
+    if one.not_finite is not None:
+        return (
+            f"not finite in step {one.not_finite.step}, {often}; no longer in the last one, with "
+            f"{decibels(one.sqnr)}."
+        )
     against = f"the threshold of {decibel(one.threshold)} dB (expected: {decibel(one.expected)} dB, {one.source})"
     if one.margin < 0:
         text = f"{decibel(one.sqnr)} dB, {-one.margin:.1f} dB below {against}, {often}."

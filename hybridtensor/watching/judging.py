@@ -31,14 +31,13 @@ class Judged(NamedTuple):
     @property
     def worst(self) -> Row:
         """As measured in its worst step."""
-        return min(self.rows, key=lambda row: badness(row.statistics["sqnr"]))
+        return min(self.rows, key=_badness)
 
     @property
     def below(self) -> int:
-        """The number of steps in which its SQNR was below the threshold, or not finite."""
+        """The number of steps in which its SQNR was below the threshold, or its numbers not finite."""
         threshold = -math.inf if self.threshold is None else self.threshold
-        # Not ``<``: NaN counts as below.
-        return sum(not row.statistics["sqnr"] >= threshold for row in self.rows)
+        return sum(row.statistics["sqnr"] < threshold or not _is_finite(row) for row in self.rows)
 
     @property
     def is_face(self) -> bool:
@@ -80,7 +79,22 @@ class Judged(NamedTuple):
     @property
     def is_finite(self) -> bool:
         """Whether its numbers say nothing of NaN or Inf."""
-        return not math.isnan(self.sqnr) and not self.row.statistics.get("nonfinite", 0.0)
+        return _is_finite(self.row)
+
+    @property
+    def not_finite(self) -> Row | None:
+        """What to tell as not finite: the last step, or the worst one if the last is above its thresholds."""
+        told = self.worst if self.is_finite and nearest(self) >= 0 else self.row
+        return None if _is_finite(told) else told
+
+
+def _is_finite(row: Row) -> bool:
+    return not math.isnan(row.statistics["sqnr"]) and not row.statistics.get("nonfinite", 0.0)
+
+
+def _badness(row: Row) -> float:
+    """Return a sort key for the steps of one face or product, worst first."""
+    return badness(row.statistics["sqnr"]) if _is_finite(row) else -math.inf
 
 
 def nearest(one: Judged) -> float:

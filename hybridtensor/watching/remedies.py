@@ -11,14 +11,14 @@ from hybridtensor.watching.judging import Judged
 from hybridtensor.watching.records import FaceRow
 
 _NOT_FINITE = (
-    "NaN and Inf come from the values, whatever the format; look at the step before, at the learning "
-    "rate and at loss scaling"
+    "a look at the step before, at the learning rate and at loss scaling: NaN and Inf come from the "
+    "values, whatever the format"
 )
 
 
 def remedy(one: Judged, recipe: str) -> str:
     """Suggest a recipe with a wider format in the product, or BF16 for the layer."""
-    if not one.is_finite:
+    if one.not_finite is not None:
         return _NOT_FINITE
     product = _product_of(one)
     words = _wider(_formats(one))
