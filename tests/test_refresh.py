@@ -216,6 +216,13 @@ def test_a_refused_copy_leaves_every_byte():
     assert all(torch.equal(t.view(torch.uint8), before.view(torch.uint8)) for t, before in kept)
 
 
+def test_a_write_into_a_part_of_a_scale_group_of_a_weight_names_the_layer():
+    model = ht.quantize_(nn.Sequential(nn.Linear(32, 32)), "fp8", persistent=True)
+    for part in (model[0].weight.detach()[3:7], model[0].weight.data[3:7]):
+        with pytest.raises(ValueError, match=r"update_ of layer 0: .* is a slice through a scale group; update"):
+            part.mul_(2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
 def test_a_persistent_weight_copies_from_every_dtype(dtype):
     layer = ht.quantize_(nn.Sequential(nn.Linear(32, 32)), "fp8", persistent=True)[0]

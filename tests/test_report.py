@@ -278,7 +278,7 @@ def test_what_a_row_is_judged_by_comes_first(tmp_path):
 
 def test_nothing_measured(tmp_path):
     model = ht.quantize_(nn.Linear(32, 32, bias=False), "fp8")
-    with pytest.raises(ValueError, match="no step was measured"):
+    with pytest.raises(ValueError, match=r"no step was measured; watch an optimizer's step, or call"):
         ht.report(ht.watch(model), tmp_path / "page.html")
     with pytest.raises(TypeError, match="what watch returned, a Recording or its file"):
         ht.report(3, tmp_path / "page.html")

@@ -415,6 +415,8 @@ def test_wrong_models():
         pytest.raises(ValueError, match="a loss of one number is required"),
     ):
         watched.note(torch.ones(3))
+    with pytest.raises(TypeError, match="a number or a tensor as loss is required, got 'x'"):
+        watched.note("x")
 
 
 @pytest.mark.parametrize("extent", [64, 128, 129, 192, 256, 384, 1000, 1024, 1152, 1920, 2048, 9216])

@@ -25,6 +25,7 @@ from hybridtensor.subclasses.high_precision import HighPrecisionValues, whole
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.master_tensor import MasterWeight
+from hybridtensor.subclasses.op_table import of_layers
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
 from hybridtensor.subclasses.structure import flatten
 from hybridtensor.subclasses.wrapper import WrapperTensor
@@ -210,7 +211,7 @@ def overwrite_(who: str, dst: HybridTensor, faces: Faces) -> None:
     ]
     # All checks before the first copy, so that an error leaves the tensor as it was.
     for old, new in pairs:
-        _check_refreshable(who, old, new)
+        _check_refreshable(f"{who}{of_layers(dst)}", old, new)
     for old, new in pairs:
         for target, source in zip(flatten(old)[0], flatten(new)[0], strict=True):  # type: ignore[arg-type]
             target.copy_(source)

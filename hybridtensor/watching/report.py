@@ -100,7 +100,10 @@ def _recording(watched: object) -> Recording:
         raise wrong("report", "what watch returned, a Recording or its file", watched)
     if not recording.samples:
         where = f" in {watched}" if isinstance(watched, (str, Path)) else ""
-        raise ValueError(f"report: no step was measured{where}; watch at least two steps")
+        raise ValueError(
+            f"report: no step was measured{where}; watch an optimizer's step, or call watched.step(), and report after "
+            "the with block, or after a second step"
+        )
     return recording
 
 

@@ -17,6 +17,7 @@ from hybridtensor.arguments import (
     require_function,
     require_int,
     require_items,
+    require_kind,
     require_module,
     require_number,
     require_tensor,
@@ -204,6 +205,7 @@ class watch(Printed):  # noqa: N801  (used as a function)
             require_int("watch.note", at_least=0, step=step)
         if isinstance(loss, (int, float)) and not isinstance(loss, bool):
             loss = torch.tensor(float(loss), device="cpu")
+        require_kind("watch.note", "a number or a tensor as loss", loss, Tensor)
         require_tensor("watch.note: loss", loss)
         value: Tensor = loss.detach()  # type: ignore[union-attr]
         if value.numel() != 1:
