@@ -636,7 +636,7 @@ class TestBadInput:
 
     def test_a_profiler_that_records_shapes_is_named(self):
         """It holds weak references to the operands of what it saw, here the initializers."""
-        with torch.profiler.profile(record_shapes=True):
+        with torch.profiler.profile(record_shapes=True, acc_events=True):
             model = nn.Linear(4, 4)
             with pytest.raises(RuntimeError, match="outside of forward/backward and of a profiler"):
                 ht.quantize_(model, "fp8")

@@ -155,7 +155,7 @@ def read_by_a_parent(rank):
     model = Parent().to(here())
     parallelize_module(model, init_device_mesh(here(), (2,)), {"read": ColwiseParallel()})
     quantize_(model, "fp8")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False)  # which torch refuses of both kinds
     model(torch.ones(32, 64, device=here())).sum().backward()
     with pytest.warns(UserWarning, match=r"layer read: its weight was read as values \(aten\.mul"):
         optimizer.step()

@@ -168,7 +168,7 @@ class Stack(nn.Module):
 
 def layer(stored, product, *, recipe=RECIPE, persistent=False, device="cpu"):
     """Return a quantized layer in a model; weights of all layouts hold the same matrices."""
-    values = torch.randn(EXPERTS, OUT, FEATURES, generator=torch.Generator().manual_seed(1)) / 8
+    values = torch.randn(EXPERTS, OUT, FEATURES, generator=torch.Generator().manual_seed(1), device="cpu") / 8
     if stored == "[out, in]":
         made, values = Dense(product), values[0]
     elif stored == "[in, out]":
@@ -184,7 +184,7 @@ def layer(stored, product, *, recipe=RECIPE, persistent=False, device="cpu"):
 def data(device="cpu"):
     """Return an input, and the gradient of the output."""
     numbers = torch.Generator().manual_seed(2)
-    return tuple(torch.randn(TOKENS, size, generator=numbers).to(device) for size in (FEATURES, OUT))
+    return tuple(torch.randn(TOKENS, size, generator=numbers, device="cpu").to(device) for size in (FEATURES, OUT))
 
 
 def run(model, x, grad, *given):
