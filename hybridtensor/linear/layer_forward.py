@@ -111,6 +111,11 @@ def require_own_forward(name: str, module: nn.Module) -> None:
         )
 
 
+def _computes_weight(module: nn.Module) -> bool:
+    """Return whether a property of a layer's class computes its weight, as parametrizations do."""
+    return hasattr(type(module), "weight")
+
+
 def _is_linear(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward
 
@@ -154,13 +159,11 @@ class LayerForward:
         weight: Any = layer._parameters.get("weight")
         if type(weight) not in WEIGHTS:
             part = local(weight) if isinstance(weight, DTensor) else None
-            if isinstance(part, WEIGHTS) and not hasattr(type(layer), "weight"):
+            if isinstance(part, WEIGHTS) and not _computes_weight(layer):
                 return self._run_sharded(layer, weight, part, args, kwargs)
             return _with_recipe(self, layer, args, kwargs)
         if torch.compiler.is_dynamo_compiling():  # Dynamo must not trace the rest
-            if weight.is_of_no_layer or hasattr(
-                type(layer), "weight"
-            ):  # a property may compute another
+            if weight.is_of_no_layer or _computes_weight(layer):
                 return in_eager_code(self, args, kwargs)
             return self.run(layer, args, kwargs)
         if weight.record.layer is not recipe.state or weight.record.is_new:
@@ -303,10 +306,11 @@ def _with_recipe(forward: LayerForward, layer: nn.Module, args: Args, kwargs: Kw
             return linear(x, made, layer.bias)  # type: ignore[arg-type]
         with RecipeMode(layer, weight, recipe) as mode:
             out = forward.run(layer, args, kwargs)
-        if not mode.multiplied and hasattr(type(layer), "weight"):
+        if not mode.multiplied and _computes_weight(layer):
             warn_unquantized(
                 layer,
                 recipe.state,
                 "multiplies another tensor than was read as its weight, as a property computes it anew",
+                stacklevel=8,
             )
         return out

@@ -23,12 +23,13 @@ _ADVICE = (
 )
 
 
-def warn_unquantized(layer: nn.Module, state: LayerState, what: str) -> None:
-    """Warn that a layer multiplies a plain tensor; ``what`` says what its forward does."""
+def warn_unquantized(layer: nn.Module, state: LayerState, what: str, *, stacklevel: int) -> None:
+    """Warn that a layer multiplies a plain tensor; ``what`` says what its forward does, and ``stacklevel`` leads past
+    the layer's call."""
     warnings.warn(
         f"layer {state.name or '<root>'} ({type(layer).__name__}) runs unquantized: its forward {what}; "
         + _ADVICE.format(weight="self.weight"),
-        stacklevel=7,  # past the layer's call
+        stacklevel=stacklevel,
     )
 
 
@@ -51,6 +52,7 @@ class Uses(Observer):
                 self._layer,
                 self._state,
                 f"reads the weight ({readers}) and multiplies by the result, which is a plain tensor",
+                stacklevel=7,
             )
 
     def observe_product(

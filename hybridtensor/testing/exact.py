@@ -46,6 +46,6 @@ def exact_values(face: Face | QuantizedTensor | IdentityTensor) -> Tensor:
         )
         scale = scale.index_select(dim, index)
     if face.tensor_scale is not None:
-        level = without_signs(face.tensor_scale, fmt)
-        scale = scale * (level.double() / fmt.tensor_scale_max)
+        tensor_scale = without_signs(face.tensor_scale, fmt)
+        scale = scale * (tensor_scale.double() / fmt.tensor_scale_max)
     return values * scale
