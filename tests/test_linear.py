@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import hybridtensor as ht
 from hybridtensor import HybridConfig
 from hybridtensor.linear import linear
+from hybridtensor.ops.cast.definition import ReferenceCast
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.testing import product_bound, random_tensor
 
@@ -205,6 +206,38 @@ def test_autocast(spec, autocast, x_dtype, device):
         assert torch.equal(y, expected)
     else:
         torch.testing.assert_close(y, expected, rtol=0.2, atol=0.1 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("spec", ["bf16", "fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"])
+def test_signs_that_torch_has_not_changed_yet(spec, device, monkeypatch):
+    """Memory of the imaginary part of a conjugate, and of its gradient, has the other sign, which kernels would read.
+
+    Oracle: the same layer, whose input and gradient are computed before.
+    """
+    seen, run = [], ReferenceCast.run
+
+    def observed(self, x, inputs):
+        seen.append(x.is_neg())
+        return run(self, x, inputs)
+
+    monkeypatch.setattr(ReferenceCast, "run", observed)  # a CPU's cast looks through the sign
+    random = torch.randn(32, 128, 2, generator=torch.Generator().manual_seed(0)).to(device)
+    found, negated = [], []
+    for computed in (torch.resolve_neg, lambda x: x):
+        torch.manual_seed(0)
+        layer = ht.quantize_(nn.Linear(128, 64).to(device), spec)
+        leaf = random.clone().requires_grad_()
+        x = computed(torch.view_as_complex(leaf).conj().imag)
+        y = layer(x)
+        y.register_hook(lambda grad: negated.append(grad.is_neg()))
+        y.register_hook(computed)
+        z = torch.complex(torch.zeros_like(y), y).conj()
+        torch.fft.ifft(z).abs().sum().backward()
+        found.append([y, leaf.grad, layer.weight.grad, layer.bias.grad])
+    assert x.is_neg()
+    assert all(negated)
+    assert all(map(torch.equal, *found))
+    assert not any(seen)
 
 
 @pytest.mark.parametrize("spec", ["fp8", "fp8_delayed", "mxfp8", "nvfp4", "fp8_block+fp32_scale", "mxfp8+dequantized"])

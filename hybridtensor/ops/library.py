@@ -135,8 +135,8 @@ def is_exporting() -> bool:
 
 
 def runs_directly(x: torch.Tensor) -> bool:
-    """Return whether no mode, tracer or subclass observes operators on a tensor, so that an implementation can run
-    directly."""
+    """Return whether an implementation can run directly: no mode, tracer or subclass observes operators on a tensor,
+    whose memory has its values."""
     return (
         not _is_dynamo()  # first: the rest cannot be traced
         and getattr(_local, "tracing_context", None) is None
@@ -144,6 +144,7 @@ def runs_directly(x: torch.Tensor) -> bool:
         and not _modes()
         and not _transforms()
         and not _is_of_vmap(x)
+        and not x.is_neg()  # ``z.conj().imag``, also as a gradient: the dispatcher negates it
     )
 
 
