@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar, Self
 
 import torch
@@ -16,7 +18,7 @@ from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.quantized_when_used import QuantizedWhenUsed
 from hybridtensor.subclasses.record import WeightRecord, version_of
-from hybridtensor.subclasses.wrapper import Metadata, Size, Stride, require_plain
+from hybridtensor.subclasses.wrapper import Metadata, Size, Stride, WrapperTensor, require_plain
 
 
 class MasterWeight(QuantizedWhenUsed):
@@ -178,3 +180,14 @@ def mark_all_written(weights: list[MasterWeight]) -> None:
             plains.append(plain)
     if plains:
         torch.autograd.graph.increment_version(plains)
+
+
+def _reduced_for_another_process(
+    weight: MasterWeight,
+) -> tuple[Callable[..., WrapperTensor], tuple[object, ...]]:
+    """Return what ``pickle`` writes, and record that another process gets the memory, if it is a GPU's."""
+    weight.record.is_sent = weight.record.is_sent or weight.plain.is_cuda
+    return weight.__reduce_ex__(2)
+
+
+ForkingPickler.register(MasterWeight, _reduced_for_another_process)

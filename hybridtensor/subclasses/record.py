@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import shared_cache
 
 from hybridtensor.ops.amaxes import ReturnedAmaxes
 from hybridtensor.state import Context, LayerState, Section, StateTensors
@@ -82,6 +83,7 @@ class WeightRecord:
         compiled_writes: Writes of compiled code, each counted at least once.
         counted_writes: ``writes`` when writes of compiled code were counted last.
         is_held_elsewhere: Whether the memory had an alias when writes were counted last.
+        is_sent: Whether CUDA memory was sent to another process, or came from one.
         replayed: Whether a CUDA graph captured a write, whose replays are not counted.
         face_cache: The cached faces.
         context: Cached context of the weight; None if it was not requested, or for a stack.
@@ -107,6 +109,7 @@ class WeightRecord:
         "is_copy",
         "is_held_elsewhere",
         "is_new",
+        "is_sent",
         "layer",
         "place",
         "readers",
@@ -134,7 +137,7 @@ class WeightRecord:
         self.replayed = False
         self.written_on: int | None = None
         self.counted_writes = 0
-        self.is_held_elsewhere = False
+        self.is_held_elsewhere = self.is_sent = False
         self.face_cache = FaceCache()
         self.context: Context | None = None
         self.for_products: tuple[Context, object, Context] | None = None
@@ -184,6 +187,8 @@ class WeightRecord:
             # holds the dictionary, not the record, which would live as long as the tensor.
             reference = weakref.ref(plain, lambda _: holders.pop(key, None))
             holders[key] = _Holder(reference, version_of(plain))
+            if shared_cache and plain.is_cuda:
+                self.is_sent = self.is_sent or _was_received(plain)
 
     def count_writes(self, plain: Tensor, version: int) -> None:
         """Count writes of ``plain`` by torch's version counter since the last call."""
@@ -202,12 +207,21 @@ class WeightRecord:
         # counts once more. ``torch._C._storage_Use_Count`` is private; ``tests/subclasses/test_record.py`` fails where
         # it counts otherwise. ``is_shared`` says whether other processes may hold it; of CUDA memory it is always true.
         storage = plain.untyped_storage()
-        shared = _use_count(storage._cdata) > len(self._holders) + 1 or (
-            not plain.is_cuda and storage.is_shared()
+        shared = (
+            self.is_sent
+            or _use_count(storage._cdata) > len(self._holders) + 1
+            or (not plain.is_cuda and storage.is_shared())
         )
         if shared or self.is_held_elsewhere:
             self.changes += 1
             self.is_held_elsewhere = shared
+
+
+def _was_received(plain: Tensor) -> bool:
+    """Return whether memory came from another process."""
+    # Private: by handle, what torch received
+    known = plain.untyped_storage()._cdata
+    return any(received.cdata == known for received in list(shared_cache.values()))
 
 
 def version_of(tensor: Tensor) -> int:

@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from processes import context_for
 from torch import nn
 
 import hybridtensor as ht
@@ -408,6 +409,76 @@ def test_writes_of_another_process_are_seen(shared):
         memory = layer.weight.plain.data_ptr()
         ctypes.memset(memory, 0, layer.weight.plain.nbytes)
         assert not layer(x).any()
+
+
+class Answers:
+    """A model in another process, which runs there and is written there."""
+
+    def __init__(self, connection):
+        self.connection = connection
+
+    def ask(self, write=False):
+        torch.cuda.synchronize()
+        self.connection.send(write)
+        return self.connection.recv()
+
+
+def answer(connection, recipe):
+    """Run a model that comes from another process, twice each time, and then write it if asked to."""
+    model, x = connection.recv()
+    if recipe is not None:
+        ht.quantize_(model, recipe)
+    with torch.no_grad():
+        while (write := connection.recv()) is not None:
+            connection.send([model(x).cpu() for _ in range(2)])
+            if write:
+                model.weight.mul_(0)
+                torch.cuda.synchronize()
+                connection.send("written")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("converted", ["here", "there"])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed"])
+def test_writes_of_another_process_to_a_gpu_are_seen(recipe, converted):
+    """An actor that reads what a learner writes, and a learner that reads what an actor does, by CUDA's handles.
+
+    Oracle: models that are converted after each write.
+    """
+    if not torch.cuda.is_available():
+        pytest.skip("memory of a GPU")
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 64, bias=False, device="cuda"), torch.randn(8, 64, device="cuda")
+
+    def fresh():
+        twin = nn.Linear(64, 64, bias=False, device="cuda")
+        with torch.no_grad():
+            twin.weight.copy_(layer.weight)
+            return ht.quantize_(twin, recipe)(x).cpu()
+
+    if converted == "here":
+        ht.quantize_(layer, recipe)
+    here, there = (context := context_for("cuda")).Pipe()
+    process = context.Process(target=answer, args=(there, None if converted == "here" else recipe))
+    process.start()
+    try:
+        here.send((layer, x))
+        actor = Answers(here)
+        with torch.no_grad():
+            for _ in range(3):
+                expected = fresh()
+                assert all(torch.equal(y, expected) for y in actor.ask())
+                layer.weight.mul_(2).add_(0.01)  # as an optimizer does
+            before = layer(x)
+            assert before.any()
+            assert torch.equal(layer(x), before)
+            actor.ask(write=True)
+            assert here.recv() == "written"
+            assert not layer(x).any()
+        here.send(None)
+    finally:
+        process.join(20)
+        process.kill()
 
 
 def test_another_thread_may_free_faces_while_a_forward_ends():
