@@ -242,13 +242,14 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
         ValueError: If the model has no converted weight, the recipe matches none of them, layers with a tied weight
             would get two recipes, or a module has the weight of a converted layer that is not in the model.
     """
-    require_module("set_config_", model)
+    who = "set_config_"
+    require_module(who, model)
     layers = [layer for layer in layers_of(model) if layer.recipe is not None]
     if not layers:
         raise ValueError("set_config_: the model has no quantized weights; call quantize_ first")
     converted = [layer.name for layer in layers]
     chosen = None if isinstance(recipe, FqnToConfig) else lambda _, name: name in converted
-    plan = [step for step in choose(model, recipe, chosen) if step[0].name in converted]
+    plan = [step for step in choose(model, recipe, chosen, who=who) if step[0].name in converted]
     if not plan:
         names = ", ".join(name or "<root>" for name in converted)
         raise ValueError(
@@ -257,16 +258,14 @@ def set_config_(model: nn.Module, recipe: Recipe) -> nn.Module:
     check_common_scales(plan)
     check_layers(model, plan, layers)
     for layer, config in plan:
-        check_sizes(layer, config)
+        check_sizes(layer, config, who)
         part = part_of(layer.weight)
-        check_persistent(layer, config, isinstance(part, HybridTensor))
+        check_persistent(layer, config, isinstance(part, HybridTensor), who)
         if isinstance(part, HybridTensor):
             sharded_as(part, config)
     recipes = {layer.name: f"{config} ({config.fingerprint()[:8]})" for layer, config in plan}
     # Before anything changes: this raises on all ranks or on none.
-    require_alike(
-        "set_config_", recipes, advice=ADVICE, groups=groups_of(model), timeout=patience()
-    )
+    require_alike(who, recipes, advice=ADVICE, groups=groups_of(model), timeout=patience())
     reshard(layer.weight for layer, _ in plan)
     with all_or_nothing(model, [layer for layer, _ in plan]) as undo:
         for persistent in (False, True):

@@ -169,12 +169,14 @@ def _check_all_sizes(plan: Plan) -> None:
         )
 
 
-def check_persistent(layer: Layer, config: HybridConfig, persistent: bool) -> None:
+def check_persistent(
+    layer: Layer, config: HybridConfig, persistent: bool, who: str = "quantize_"
+) -> None:
     """Raise if a persistent weight cannot have a recipe: ValueError for cached faces, which it has none of,
     NotImplementedError for signs drawn per step, whose faces it would have from another step."""
     if not persistent:
         return
-    where, quantizer = f"quantize_: layer {layer.name or '<root>'}", config.weight
+    where, quantizer = f"{who}: layer {layer.name or '<root>'}", config.weight
     if config.keep_faces != KEEP_FACES[0]:
         raise ValueError(
             f"{where}: keep_faces is for weights in high precision, got a persistent weight, whose faces are the "
@@ -193,9 +195,9 @@ def check_persistent(layer: Layer, config: HybridConfig, persistent: bool) -> No
         )
 
 
-def check_sizes(layer: Layer, config: HybridConfig) -> None:
+def check_sizes(layer: Layer, config: HybridConfig, who: str = "quantize_") -> None:
     """Raise ValueError unless a layer, or its local shard under tensor parallelism, consists of whole blocks."""
-    who, weight = f"quantize_: layer {layer.name or '<root>'}", layer.weight
+    where, weight = f"{who}: layer {layer.name or '<root>'}", layer.weight
     size: tuple[int, ...] = tuple(weight.shape)
     if isinstance(weight, DTensor):
         # FSDP2 gathers its parts before they are multiplied: what counts is the matrix that it
@@ -205,5 +207,5 @@ def check_sizes(layer: Layer, config: HybridConfig) -> None:
         ]
         size = held[0] if held else tuple(local(weight).shape)
         if size != tuple(weight.shape):
-            who += f" (a part {list(size)} of {list(weight.shape)} on this rank)"
-    config.check_sizes(*layer.size(size), who)
+            where += f" (a part {list(size)} of {list(weight.shape)} on this rank)"
+    config.check_sizes(*layer.size(size), where)

@@ -49,23 +49,25 @@ def choose(
     *,
     keep_bf16: Iterable[str] = (),
     root: str = "",
+    who: str = "quantize_",
 ) -> Plan:
-    """Return the layers that a recipe applies to, with arguments as for ``quantize_``; ``root`` is the model's name."""
+    """Return the layers that a recipe applies to, with arguments as for ``quantize_``; ``root`` is the model's name,
+    ``who`` begins errors."""
     if filter_fn is not None and isinstance(recipe, FqnToConfig):
         raise ValueError(
-            "quantize_: FqnToConfig selects layers itself, got a filter_fn too; give one of them"
+            f"{who}: FqnToConfig selects layers itself, got a filter_fn too; give one of them"
         )
-    plan = list(_plan(model, recipe, filter_fn, root))
+    plan = list(_plan(model, recipe, filter_fn, root, who))
     return _without(plan, keep_bf16, list(layers_of(model, root)))
 
 
 def _plan(
-    model: nn.Module, recipe: Recipe, filter_fn: Filter | None, root: str
+    model: nn.Module, recipe: Recipe, filter_fn: Filter | None, root: str, who: str
 ) -> Iterator[tuple[Layer, HybridConfig]]:
     if isinstance(recipe, FqnToConfig):
-        yield from _plan_by_name(model, recipe, root)
+        yield from _plan_by_name(model, recipe, root, who)
         return
-    config_for = _config_source(recipe)
+    config_for = _config_source(recipe, who)
     for layer in layers_of(model, root):
         skipped = layer.why_skipped() if filter_fn is None else None
         if skipped is None and (filter_fn is None or filter_fn(layer.module, layer.name)):
@@ -166,23 +168,28 @@ def is_left_alone(layer: Layer) -> bool:
     return layer.parameter in layer.module.__dict__.get(_LEFT_ALONE, ())
 
 
-def _config_source(recipe: Recipe) -> Callable[[Layer], HybridConfig | None]:
+def _config_source(recipe: Recipe, who: str) -> Callable[[Layer], HybridConfig | None]:
     """Return a function from a layer to its config, for any recipe but ``FqnToConfig``."""
     if isinstance(recipe, (str, HybridConfig)):
         config = recipes.from_name(recipe) if isinstance(recipe, str) else recipe
         return lambda layer: config
     if isinstance(recipe, ByType):
         return lambda layer: getattr(recipe, layer.kind)
+    for name, function in recipes.RECIPES.items():
+        if recipe is function:
+            raise TypeError(
+                f"{who}: a recipe is required, got the function recipes.{name}, which makes one; call it"
+            )
     if callable(recipe) and not isinstance(recipe, (type, Quantizer, nn.Module)):
         factory: Factory = recipe
-        return lambda layer: _of_factory(factory, layer)
+        return lambda layer: _of_factory(factory, layer, who)
     raise TypeError(
-        "quantize_: a recipe name, HybridConfig, FqnToConfig, recipes.by_type or factory is required, "
+        f"{who}: a recipe name, HybridConfig, FqnToConfig, recipes.by_type or factory is required, "
         f"got {shown(recipe)}; HybridConfig(input=, weight=, grad_output=) makes a config of quantizers"
     )
 
 
-def _of_factory(factory: Factory, layer: Layer) -> HybridConfig:
+def _of_factory(factory: Factory, layer: Layer, who: str) -> HybridConfig:
     """Call a factory, once per expert; raise ValueError if experts of one stack get different recipes."""
     if not layer.is_stack:
         return from_factory(factory, layer.name)
@@ -191,7 +198,7 @@ def _of_factory(factory: Factory, layer: Layer) -> HybridConfig:
     for i, config in enumerate(made):
         if config != made[0]:
             raise ValueError(
-                f"quantize_: one recipe for all experts of {layer.name} is required, got {made[0]} for "
+                f"{who}: one recipe for all experts of {layer.name} is required, got {made[0]} for "
                 f"{layer.name}[0] and {config} for {layer.name}[{i}]; give experts of other recipes "
                 "a stack of their own"
             )
@@ -199,13 +206,13 @@ def _of_factory(factory: Factory, layer: Layer) -> HybridConfig:
 
 
 def _plan_by_name(
-    model: nn.Module, recipe: FqnToConfig, root: str
+    model: nn.Module, recipe: FqnToConfig, root: str, who: str
 ) -> Iterator[tuple[Layer, HybridConfig]]:
     """Apply torchao's precedence: parameter name, module name, parameter pattern, module pattern, ``_default``."""
     rules: dict[str, object] = dict(recipe.fqn_to_config)
     used = set()
     for layer in layers_of(model, root):
-        matches = matching(rules, layer.parameter_name, layer.name)
+        matches = matching(rules, layer.parameter_name, layer.name, who=who)
         if not matches and "_default" in rules and layer.why_skipped() is None:
             matches = ["_default"]
         used.update(matches)
@@ -213,20 +220,20 @@ def _plan_by_name(
         if rule is not None:
             if not isinstance(rule, (str, HybridConfig)):
                 raise TypeError(
-                    f"quantize_: FqnToConfig must name a HybridConfig or None, got {shown(rule)} for {matches[0]}"
+                    f"{who}: FqnToConfig must name a HybridConfig or None, got {shown(rule)} for {matches[0]}"
                 )
             yield layer, recipes.from_name(rule) if isinstance(rule, str) else rule
     unused = [key for key in rules if key not in used and key != "_default"]
     if unused:
         raise ValueError(
-            f"quantize_: FqnToConfig keys must match a layer, got {', '.join(unused)} matching none"
+            f"{who}: FqnToConfig keys must match a layer, got {', '.join(unused)} matching none"
         )
 
 
-def matching(rules: Iterable[str], *names: str) -> list[str]:
+def matching(rules: Iterable[str], *names: str, who: str = "quantize_") -> list[str]:
     """Return the matching keys of ``FqnToConfig``, by precedence."""
     keys = list(rules)
-    patterns = {key: _pattern(key) for key in keys if key.startswith("re:")}
+    patterns = {key: _pattern(key, who) for key in keys if key.startswith("re:")}
     # In the order of ``names``, from the parameter to the module, not in that of the rules: so
     # torchao resolves them.
     exact = [name for name in names if name in keys and name not in patterns]
@@ -234,13 +241,13 @@ def matching(rules: Iterable[str], *names: str) -> list[str]:
 
 
 @functools.cache
-def _pattern(key: str) -> re.Pattern[str]:
+def _pattern(key: str, who: str) -> re.Pattern[str]:
     """Compile the regular expression after ``re:``; raise ValueError if it is invalid."""
     try:
         return re.compile(key[3:])
     except re.error as error:
         raise ValueError(
-            f"quantize_: a regular expression is required after 're:' in FqnToConfig, got {key!r}: "
+            f"{who}: a regular expression is required after 're:' in FqnToConfig, got {key!r}: "
             f"{error}"
         ) from None
 

@@ -756,6 +756,31 @@ def test_a_recipe_for_no_converted_layer_is_an_error_of_set_config_(recipe):
         ht.set_config_(model, recipe)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "persistent"),
+    [
+        (3, False),
+        (FqnToConfig({"0": 3}), False),
+        (FqnToConfig({"7": "fp8"}), False),
+        (FqnToConfig({"re:(": "fp8"}), False),
+        ("mxfp8", False),
+        ("fp8+keep_faces", True),
+        (ht.recipes.fp8, False),
+    ],
+    ids=str,
+)
+def test_errors_of_set_config_begin_with_its_name(recipe, persistent):
+    model = ht.quantize_(nn.Sequential(nn.Linear(48, 32)), "fp8", persistent=persistent)
+    with pytest.raises((TypeError, ValueError), match=r"^set_config_: "):
+        ht.set_config_(model, recipe)
+    assert str(model[0].weight.config) == "fp8"
+
+
+def test_a_function_that_makes_a_recipe_is_no_factory():
+    with pytest.raises(TypeError, match=r"got the function recipes\.fp8_block, which makes one; call it"):
+        ht.quantize_(nn.Linear(32, 32), ht.recipes.fp8_block)
+
+
 def test_torchao_converts_products_of_libraries_that_are_imported_by_now(monkeypatch):
     from hybridtensor.linear import interception
 
