@@ -11,6 +11,7 @@ import difflib
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -136,6 +137,27 @@ def require_timeout(who: str, timeout: object) -> None:
 def require_path(who: str, path: object) -> None:
     """Raise TypeError unless ``path`` is one."""
     require_kind(who, "a path", path, (str, os.PathLike))
+
+
+def require_file(who: str, path: object) -> Path:
+    """Return the path of a file to write; raise TypeError if it is no path, ValueError if no file can be there."""
+    require_kind(who, "a path", path, (str, os.PathLike))
+    wanted = Path(path)  # type: ignore[arg-type]
+    file = next((one for one in wanted.parents if one.is_file()), None)
+    why = "a folder" if wanted.is_dir() else f"where {file} is a file" if file else ""
+    if why:
+        raise ValueError(
+            f"{who}: the path of a file is required, got {wanted}, {why}; name another"
+        )
+    return wanted
+
+
+def require_memory(who: str, name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a tensor, called ``name``, on the meta device."""
+    if tensor.is_meta:
+        raise ValueError(
+            f"{who}: {name} is on the meta device, without values; call to_empty and load them first"
+        )
 
 
 def place(who: str, device: object) -> torch.device:

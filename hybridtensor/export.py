@@ -20,7 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from hybridtensor.arguments import (
     place,
+    require_choice,
+    require_file,
     require_flag,
+    require_kind,
+    require_memory,
     require_module,
     require_path,
     require_timeout,
@@ -78,7 +82,7 @@ def export_safetensors(
 
     Args:
         model: Any module.
-        path: The file; an existing one is replaced.
+        path: The file; an existing one is replaced, a missing folder made.
         dtype: ``"bf16"``, ``"fp16"``, ``"fp32"``: dtype of floating-point tensors. ``"quantized"``: converted weights
             as elements and scales, ``<name>.rowwise.qdata`` and so on, with their formats in the metadata;
             ``load_safetensors`` reads them.
@@ -93,7 +97,7 @@ def export_safetensors(
     Raises:
         ImportError: If ``safetensors`` is not installed.
         TypeError: If an argument is of the wrong kind.
-        ValueError: If ``dtype`` is unknown, or a quantized weight has no face that the forward multiplies.
+        ValueError: If ``dtype`` or ``path`` is wrong, a tensor is on the meta device, or a weight has no forward face.
         NotImplementedError: If ``dtype`` is ``"quantized"`` and the model is sharded; for a stage of a pipeline.
         OSError: If the file cannot be written; of a sharded model RuntimeError, on every rank.
         RuntimeError: If a rank is gone; on every rank.
@@ -120,16 +124,11 @@ def _check(
     path: str | os.PathLike[str], dtype: str, columnwise: bool, masters: MasterWeights | None
 ) -> None:
     """Raise for arguments of the wrong kind."""
-    require_path("export_safetensors", path)
+    require_file("export_safetensors", path)
     require_flag("export_safetensors", columnwise=columnwise)
-    if masters is not None and not isinstance(masters, MasterWeights):
-        raise TypeError(
-            f"export_safetensors: optim.MasterWeights are required, got {type(masters).__name__}"
-        )
-    if dtype not in (*DTYPES, "quantized"):
-        raise ValueError(
-            f"export_safetensors: a dtype of {[*DTYPES, 'quantized']} is required, got {dtype!r}"
-        )
+    if masters is not None:
+        require_kind("export_safetensors", "optim.MasterWeights", masters, MasterWeights)
+    require_choice("export_safetensors", "dtype", dtype, (*DTYPES, "quantized"))
 
 
 @torch.no_grad()
@@ -172,6 +171,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
     first: dict[int, str] = {}
     for name, value in (*named_parameters(model), *named_buffers(model)):
         if weight_of_state(name) is None:
+            require_memory("export_safetensors", name, value)
             yield name, value, first.setdefault(id(value), name)
 
 

@@ -151,13 +151,28 @@ def test_hugging_face_loads_it(tmp_path):
 class TestBadInput:
     def test_arguments(self, tmp_path):
         model, path = make("fp8"), tmp_path / "a"
-        with pytest.raises(ValueError, match=r"a dtype of \['bf16', .*'quantized'\] is required, got 'int4'"):
+        with pytest.raises(ValueError, match=r"unknown dtype 'int4'; known: bf16, fp16, fp32, quantized"):
             ht.export_safetensors(model, path, "int4")
         with pytest.raises(TypeError, match="a module is required, got dict"):
             ht.export_safetensors({}, path)
-        with pytest.raises(TypeError, match=r"optim.MasterWeights are required, got AdamW"):
+        with pytest.raises(TypeError, match=r"optim.MasterWeights is required, got AdamW"):
             ht.export_safetensors(model, path, masters=torch.optim.AdamW(model.parameters()))
         assert not list(tmp_path.iterdir())
+
+    def test_paths(self, tmp_path):
+        (tmp_path / "file").touch()
+        for path in (tmp_path, tmp_path / "file" / "a"):
+            with pytest.raises(ValueError, match=rf"^export_safetensors: the path of a file is required, got {path}, "):
+                ht.export_safetensors(make("fp8"), path)
+        assert [path.name for path in tmp_path.iterdir()] == ["file"]
+        path = ht.export_safetensors(make("fp8"), tmp_path / "new" / "folder" / "a")
+        assert load(path)
+
+    @pytest.mark.parametrize("dtype", ["bf16", "quantized"])
+    def test_models_without_memory(self, dtype, tmp_path):
+        model = make("fp8").to("meta")
+        with pytest.raises(ValueError, match=r"^export_safetensors: 0\.weight is on the meta device, .*to_empty"):
+            ht.export_safetensors(model, tmp_path / "a", dtype)
 
     def test_files(self, tmp_path):
         path = ht.export_safetensors(make("mxfp8"), tmp_path / "a", "quantized")

@@ -417,6 +417,13 @@ class TestWhatIsDoubtful:
             ht.load_pretrained(other, folder)
         assert all(torch.equal(a, b) for n in before for a, b in zip(before[n], faces(other)[n], strict=True))
 
+    def test_exports_of_models_without_memory(self, tmp_path):
+        model = ht.quantize_(nn.Linear(128, 128, device="meta"), "fp8_block")
+        assert ht.inference_config(model)
+        with pytest.raises(ValueError, match=r"^inference_tensors: weight is on the meta device, .*to_empty"):
+            ht.export_pretrained(model, tmp_path / "a")
+        assert not list(tmp_path.iterdir())
+
     def test_models_without_memory(self, tmp_path):
         folder = ht.export_pretrained(ht.quantize_(nn.Sequential(nn.Linear(64, 64)), "fp8"), tmp_path / "out")
         with torch.device("meta"):

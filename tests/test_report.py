@@ -1,6 +1,7 @@
 """``report``: a page of what was watched. Its numbers are read back out of the page, its script runs in node."""
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -21,6 +22,19 @@ from hybridtensor.watching import Recording
 def data_of(path):
     found = re.search(r'<script id="data" type="application/json">(.*?)</script>', path.read_text(), re.S)
     return json.loads(found[1])
+
+
+def test_folders_are_made_for_pages_and_recordings(tmp_path):
+    watched = recording(steps=1)
+    saved = watched.recording().save(tmp_path / "a" / "run.json")
+    assert ht.report(saved, tmp_path / "b" / "c" / "page.html").is_file()
+    for path in (tmp_path, saved / "page.html"):
+        for who, write in (
+            ("report", functools.partial(ht.report, saved)),
+            ("Recording.save", watched.recording().save),
+        ):
+            with pytest.raises(ValueError, match=rf"^{who}: the path of a file is required, got {path}, "):
+                write(path)
 
 
 def test_the_page_is_whole_and_needs_no_network(tmp_path):

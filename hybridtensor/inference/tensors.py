@@ -16,6 +16,7 @@ from hybridtensor.arguments import (
     require_dtype,
     require_flag,
     require_int,
+    require_memory,
     require_module,
     require_timeout,
 )
@@ -80,8 +81,9 @@ def inference_tensors(
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If no layout, or not the given one, can store a weight, with an alternative; if ranks differ. On
-            every rank, before anything is sent; but MXFP4 exponents beyond NVFP4's range raise when they are packed.
+        ValueError: If no layout, or not the given one, can store a weight, with an alternative; if a tensor is on the
+            meta device; if ranks differ. On every rank, before anything is sent; but MXFP4 exponents beyond NVFP4's
+            range raise when they are packed.
         RuntimeError: If a rank is gone; on every rank.
     """
     require_module(_WHO, model)
@@ -132,6 +134,8 @@ def _read(
     require_choice(who, "ranks", ranks, ("all", "first"))
     require_flag(who, static_inputs=static_inputs)
     found = exported(who, model, layout)
+    for one in found:
+        require_memory(who, one.name, one.value)
     if static_inputs:
         check_inputs(who, found)
     return names_of(who, model, experts, found), found

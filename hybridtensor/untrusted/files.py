@@ -119,7 +119,9 @@ def digest_file(path: Path, *, size: int | None = None, sync: bool = False) -> t
 
 @contextlib.contextmanager
 def own_folder(target: Path) -> Iterator[Path]:
-    """Create a hidden folder with a unique name beside ``target``, and remove it at the end."""
+    """Create a hidden folder with a unique name beside ``target``, and the folder of both; remove the first at the
+    end."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     own = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
         yield own

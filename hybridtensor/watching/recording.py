@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from hybridtensor.arguments import require_kind
+from hybridtensor.arguments import require_file, require_kind
 from hybridtensor.printed import Printed, add_row, as_text, named_table
 from hybridtensor.untrusted.files import read_json
 from hybridtensor.version import __version__
@@ -49,8 +49,8 @@ class Recording(Printed):
     samples: tuple[Sample, ...]
 
     def save(self, path: str | Path) -> Path:
-        """Save as JSON and return the path."""
-        require_kind("Recording.save", "a path", path, (str, Path))
+        """Save as JSON and return the path, whose folder is made if it is missing."""
+        path = require_file("Recording.save", path)
         found = {
             "version": _VERSION,
             "every": self.every,
@@ -59,7 +59,7 @@ class Recording(Printed):
             "losses": [[step, plain(loss)] for step, loss in self.losses],
             "samples": [as_dict(sample) for sample in self.samples],
         }
-        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found))
         return path
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from hybridtensor.arguments import require_kind, wrong
+from hybridtensor.arguments import require_file, wrong
 from hybridtensor.explanation.folding import in_kinds
 from hybridtensor.watching.beside import beside as side_by_side
 from hybridtensor.watching.findings import findings, standing_out
@@ -56,7 +56,7 @@ def report(
 
     Args:
         watched: Result of ``watch``, its recording, or a file of ``Recording.save``.
-        path: Path of the page.
+        path: Path of the page; a missing folder is made.
         beside: Another one of these to compare with, side by side on the same page. Its layers and formats may differ.
 
     Returns:
@@ -64,9 +64,10 @@ def report(
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If nothing was measured yet, a file is no recording, or the page would be written over it.
+        ValueError: If nothing was measured yet, a file is no recording, the page would be written over it, or ``path``
+            is no file's.
     """
-    require_kind("report", "a path", path, (str, Path))
+    path = require_file("report", path)
     for source in (watched, beside):
         if isinstance(source, (str, Path)) and os.path.realpath(source) == os.path.realpath(path):
             raise ValueError(
@@ -82,7 +83,7 @@ def report(
     page = files("hybridtensor.watching").joinpath("report.html").read_text(encoding="utf-8")
     # in one go: what a recording says may look like a place of the page
     page = re.sub(r"<!--(\w+)-->", lambda place: parts[place[1]], page)
-    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     # halves of surrogate pairs, of names of files for one, have no bytes
     path.write_bytes(page.encode("utf-8", "backslashreplace"))
     return path
