@@ -217,7 +217,7 @@ def test_recipes_serialize_and_train():
     assert advice.specs.keys() == {f"blocks.{i}.{name}" for i in range(4) for name in ("q", "o", "up", "down")}
 
 
-def test_models_are_as_before_and_may_be_converted():
+def test_models_are_as_before_and_may_have_the_recipe_bf16():
     model = model_of()
     loss(model, batches()[0]).backward()
     grads = [p.grad.clone() for p in model.parameters()]
@@ -225,9 +225,28 @@ def test_models_are_as_before_and_may_be_converted():
     for parameter, grad in zip(model.parameters(), grads, strict=True):
         assert torch.equal(parameter.grad, grad)
     assert not [hook for m in model.modules() for hook in (*m._forward_hooks, *m._forward_pre_hooks)]
-    ht.quantize_(model, "mxfp8")
+    ht.quantize_(model, "bf16")
     converted = advise(model)
-    assert [row.layer for row in converted.table] == [row.layer for row in plain.table]
+    assert converted.table == plain.table
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("spec", ["mxfp8", "bf16/bf16/fp8"])
+def test_models_that_are_quantized_are_refused(spec, persistent):
+    """Their gradients have noise, and persistent weights are those of a format already: all errors would be wrong."""
+    model = ht.quantize_(model_of(), spec, persistent=persistent)
+    wanted = rf"^advise: a model in high precision is required, got blocks\.0\.q with the recipe {spec}; make it plain"
+    with pytest.raises(ValueError, match=wanted):
+        advise(model)
+
+
+def test_models_without_values_or_of_other_dtypes():
+    with pytest.raises(ValueError, match=r"^advise: the weight of blocks\.0\.q is on the meta device, without values"):
+        advise(model_of().to("meta"))
+    with pytest.raises(TypeError, match=r"^advise: the weight of blocks\.0\.q: bfloat16, .* got torch\.float64; cast"):
+        advise(model_of().double())
+    with pytest.raises(TypeError, match=r"^advise: a loss of one real number is required, got .*complex64"):
+        ht.advise(model_of(), batches(), loss=lambda m, b: loss(m, b) + 0j, hardware="b200")
 
 
 def test_buffers_are_as_before():
@@ -379,7 +398,7 @@ def test_batches_without_a_signal():
 def test_wrong_models_and_batches():
     with pytest.raises(ValueError, match="at least one batch"):
         ht.advise(model_of(), [], loss=loss, hardware="b200")
-    with pytest.raises(TypeError, match="a loss of one number"):
+    with pytest.raises(TypeError, match="a loss of one real number"):
         ht.advise(model_of(), [torch.ones(16, 64)], hardware="b200")
     with pytest.raises(ValueError, match="no linear layer of the model ran"):
         ht.advise(nn.Sequential(nn.LayerNorm(64)), [torch.ones(16, 64)], loss=lambda m, b: m(b).sum(), hardware="b200")

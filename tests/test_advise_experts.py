@@ -271,7 +271,7 @@ def test_models_are_as_before():
     assert not observers
     assert not [name for name, _ in model.named_modules() if "quantization_state" in name]
     model.zero_grad()
-    ht.quantize_(model, "mxfp8")
+    ht.quantize_(model, "bf16")
     assert [row.layer for row in advise(model).table] == [row.layer for row in plain.table]
 
 

@@ -141,7 +141,7 @@ def advise(
         ht.quantize_(model, advice.recipe)
 
     Args:
-        model: In high precision, or converted.
+        model: In high precision, or with the recipe ``bf16``: the noise of others would count, too.
         batches: A few batches like those of training.
         formats: Specs of which each product may have one, without state (delayed scales).
         budget: The error that is allowed: that of a spec everywhere, or a number of the same measure.
@@ -151,9 +151,10 @@ def advise(
             its arguments) and returns it, or something that has it as ``loss``.
 
     Raises:
-        TypeError: If an argument is of the wrong kind, or the loss no scalar.
-        ValueError: If there is no batch, no layer ran, products or gradients are all zeros, a spec is unknown or has
-            state, the budget cannot be met, there is no GPU to measure, or no table of the hardware.
+        TypeError: If an argument is of the wrong kind, the loss no real scalar, or a weight not bf16, fp16 or fp32.
+        ValueError: If there is no batch, a layer is quantized or on the meta device, no layer ran, products or
+            gradients are all zeros, a spec is unknown or has state, the budget cannot be met, there is no GPU to
+            measure, or no table of the hardware.
         NotImplementedError: If the model is sharded, or multiplies experts in ways that are not intercepted.
     """
     require_module("advise", model)
@@ -242,10 +243,10 @@ def _checked(loss: Callable[[nn.Module, Batch], object]) -> Callable[[nn.Module,
 
     def run(model: nn.Module, batch: Batch) -> Tensor:
         value = loss(model, batch)
-        if not isinstance(value, Tensor) or value.numel() != 1:
+        if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
             raise TypeError(
-                f"advise: a loss of one number is required, got {shown(value)}{shape}; pass loss, which returns one"
+                f"advise: a loss of one real number is required, got {shown(value)}{shape}; pass loss, to return one"
             )
         return value
 

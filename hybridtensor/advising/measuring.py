@@ -32,9 +32,12 @@ from hybridtensor.advising.calibration import gradient_errors, values_of
 from hybridtensor.advising.experts import is_measurable, told_products
 from hybridtensor.advising.noise import Noise, hooked
 from hybridtensor.advising.stream import Block, block_of, measured_blocks
+from hybridtensor.arguments import require_float, require_memory
 from hybridtensor.check import restored
 from hybridtensor.layers import Layer, layers_of
 from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.recipes.spec import GEMMS
+from hybridtensor.selection import is_quantized
 from hybridtensor.subclasses.op_table import Args, Kwargs
 
 Batch = TypeVar("Batch")
@@ -64,20 +67,22 @@ def measure(
     """Return the products of all layers that ``quantize_`` would convert, in the order of the forward.
 
     Args:
-        model: In high precision, or converted: it runs as it is.
+        model: In high precision: it runs as it is.
         batches: Inputs of the model.
         formats: Specs that are measured.
         run: Returns the loss of a batch.
 
     Raises:
-        ValueError: If a loss depends on no parameter, it or a gradient is not finite, or what a layer multiplies is all
-            zeros.
+        TypeError: If a weight is not bf16, fp16 or fp32.
+        ValueError: If a layer is quantized or on the meta device, a loss depends on no parameter, it or a gradient is
+            not finite, or what a layer multiplies is all zeros.
         NotImplementedError: If the model is sharded, or multiplies experts in ways that are not intercepted.
     """
     configs = {fmt: HybridConfig.parse(fmt) for fmt in formats}
     plain = getattr(model, "_orig_mod", model)  # of torch.compile, whose names nobody quantizes by
-    layers = [Noise(layer, configs) for layer in layers_of(plain) if _is_wanted(layer)]
-    _require_unsharded(layers)
+    wanted = [layer for layer in layers_of(plain) if _is_wanted(layer)]
+    _require_plain(wanted)
+    layers = [Noise(layer, configs) for layer in wanted]
     within = {one: block_of(plain, one.layer) for one in layers}
     # Layers number themselves when they run first: the order of modules need not be that of the
     # forward.
@@ -134,15 +139,24 @@ def _is_wanted(layer: Layer) -> bool:
     return not layer.is_stack or is_measurable(layer.weight)
 
 
-def _require_unsharded(layers: Iterable[Noise]) -> None:
-    """Raise NotImplementedError for a weight that ranks share."""
-    sharded = next(
-        (one.layer.name for one in layers if isinstance(one.layer.weight, DTensor)), None
-    )
-    if sharded is not None:
-        raise NotImplementedError(
-            f"advise: {sharded} is a DTensor; advise before fully_shard and parallelize_module"
-        )
+def _require_plain(layers: Iterable[Layer]) -> None:
+    """Raise NotImplementedError for a weight that ranks share, ValueError for one that is quantized or has no
+    values, TypeError for one of another dtype than layers have."""
+    for layer in layers:
+        name, weight = layer.name or "<root>", layer.weight
+        if isinstance(weight, DTensor):
+            raise NotImplementedError(
+                f"advise: {name} is a DTensor; advise before fully_shard and parallelize_module"
+            )
+        # Its gradients have the noise of its recipe, which would count as that of the formats to measure
+        config = None if layer.recipe is None else layer.recipe.config
+        if config is not None and any(is_quantized(config.formats(gemm)) for gemm in GEMMS):
+            raise ValueError(
+                f"advise: a model in high precision is required, got {name} with the recipe {config}; make it plain "
+                "first (plain_), or give it the recipe bf16 (set_config_)"
+            )
+        require_memory("advise", f"the weight of {name}", weight)
+        require_float(f"advise: the weight of {name}", weight)
 
 
 def _require_signal(layers: Iterable[Noise]) -> None:
