@@ -170,7 +170,7 @@ def replaced(root: Path) -> list[tuple[int, Path]]:
 def root_folder(directory: str | os.PathLike[str], step: int | None) -> Path:
     """Return a folder of checkpoints, or raise for what is none, or no number of a step."""
     if not isinstance(directory, (str, os.PathLike)):
-        raise TypeError(f"checkpoint: a folder is required, got {directory!r}")
+        raise TypeError(f"checkpoint: a folder is required, got {directory!r:.80}")
     if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
         raise TypeError(f"checkpoint: the number of a step is required, got {step!r}")
     if step is not None and step < 0:

@@ -330,14 +330,30 @@ class TestMisfits:
         self.check(tmp_path, {"model": narrow}, "model.3.weight is not in it; model.3.bias is not in it; model.0.bias")
         model, _ = make("fp8")
         two = torch.optim.AdamW([{"params": p} for p in model.parameters()])
-        self.check(tmp_path, {"model": model, "optimizer": two}, "the parameter groups of 'optimizer' are ")
+        self.check(
+            tmp_path, {"model": model, "optimizer": two}, r"are in groups of \[1, 1, 1, 1\] here, of \[4\] in it;"
+        )
+        some = torch.optim.AdamW([model[0].weight])
+        told = r"of 'optimizer' are not those of the checkpoint: 0\.bias is not here; 2\.bias is not here; 2\.weight is"
+        self.check(tmp_path, {"model": model, "optimizer": some}, told)
+
+    def test_another_class_of_optimizer_changes_nothing(self, tmp_path):
+        saved(tmp_path, 1)
+        model, _ = make("fp8")
+        sgd = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        before = bits(model), copy.deepcopy(sgd.state_dict())
+        told = "^checkpoint.load: 'optimizer' is of SGD, got the state of another class, without dampening, momentum;"
+        self.check(tmp_path, {"model": model, "optimizer": sgd}, told)
+        assert (bits(model), sgd.state_dict()) == before
 
     def test_of_arguments(self, tmp_path):
         model, optimizer = make("fp8")
         cases = [
-            (ValueError, "names without dots are required, got \\[\\]", 1, {}),
-            (ValueError, "names without dots", 1, {"a.b": model}),
-            (TypeError, "a dictionary from names to modules.*got Sequential", 1, model),
+            (ValueError, 'names without dots are required, got none; pass {"model": model, ', 1, {}),
+            (ValueError, r"names without dots are required, got 'a\.b' \(of a state dict\?\); pass", 1, {"a.b": model}),
+            (ValueError, "'0.0', .* '0.4' and 95 more .of a", 1, {f"0.{i}": 0 for i in range(100)}),
+            (TypeError, "a dictionary from names to modules.*got Sequential; pass", 1, model),
+            (TypeError, "a dictionary from names to modules.*got dict; pass", 1, {1: model}),
             (TypeError, "the number of a step is required, got 1.5", 1.5, {"model": model}),
             (TypeError, "the number of a step is required, got True", True, {"model": model}),
             (ValueError, "0 or more, is required, got -1", -1, {"model": model}),

@@ -17,8 +17,11 @@ from hybridtensor.distributed.checkpoint.plain import (
 )
 from hybridtensor.distributed.checkpoint.planners import Opaque
 from hybridtensor.dtensor import local
+from hybridtensor.printed import some
 from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
 from hybridtensor.untrusted.manifest import Manifest, Weight
+
+_EXAMPLE = '{"model": model, "optimizer": optimizer}'
 
 
 class Entries:
@@ -48,10 +51,14 @@ class Entries:
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
             raise TypeError(
                 "checkpoint: a dictionary from names to modules, optimizers and data is required, got "
-                f"{type(state).__name__}"
+                f"{type(state).__name__}; pass {_EXAMPLE}"
             )
-        if not state or any("." in name or not name for name in state):
-            raise ValueError(f"checkpoint: names without dots are required, got {list(state)}")
+        wrong = [repr(name) for name in state if "." in name or not name]
+        if wrong or not state:
+            got = f"{some(wrong, between=', ')} (of a state dict?)" if wrong else "none"
+            raise ValueError(
+                f"checkpoint: names without dots are required, got {got}; pass {_EXAMPLE}"
+            )
         self.state = state
         self.kinds = {name: _kind(value) for name, value in state.items()}
         self.modules = {name: state[name] for name, kind in self.kinds.items() if kind == "module"}

@@ -10,6 +10,7 @@ from hybridtensor.distributed.checkpoint.plain import StateDict, memory_like
 from hybridtensor.distributed.checkpoint.planners import Opaque
 from hybridtensor.dtensor import local
 from hybridtensor.optim import MasterWeights
+from hybridtensor.printed import some
 
 
 class NamedOptimizer:
@@ -37,10 +38,10 @@ class NamedOptimizer:
                     self.masters[names[id(parameter)]] = master.detach()
                     of_stepped[id(master)] = names[id(parameter)]
         groups = [group["params"] for group in self.inner.param_groups]
-        unknown = [tuple(p.shape) for group in groups for p in group if id(p) not in of_stepped]
+        unknown = [str(tuple(p.shape)) for g in groups for p in g if id(p) not in of_stepped]
         if unknown:
             raise ValueError(
-                f"checkpoint: {entry!r} steps parameters of shapes {unknown} that no module of the "
+                f"checkpoint: {entry!r} steps parameters of shapes {some(unknown, between=', ')} that no module of the "
                 "state has; add the model to the state"
             )
         self.groups = [[of_stepped[id(p)] for p in group] for group in groups]
@@ -75,9 +76,17 @@ class NamedOptimizer:
     def check_groups(self, stored: list[list[str]] | None) -> None:
         """Raise ValueError unless a checkpoint has the same parameters in the same groups."""
         if stored is None or sorted(map(sorted, stored)) != sorted(map(sorted, self.groups)):
+            here, there = (
+                {name for group in groups for name in group}
+                for groups in (self.groups, stored or ())
+            )
+            texts = [f"{name} is not in it" for name in sorted(here - there)]
+            texts += [f"{name} is not here" for name in sorted(there - here)]
+            sizes = [[len(group) for group in groups] for groups in (self.groups, stored or ())]
+            alike = f"the same parameters are in groups of {sizes[0]} here, of {sizes[1]} in it"
             raise ValueError(
-                f"checkpoint.load: the parameter groups of {self.entry!r} are {self.groups}, those "
-                f"in the checkpoint {stored}; build the optimizer as it was built"
+                f"checkpoint.load: the parameter groups of {self.entry!r} are not those of the checkpoint: "
+                f"{some(texts) or alike}; build the optimizer as it was built"
             )
 
     def target(self, metadata: Metadata) -> StateDict:
@@ -104,7 +113,8 @@ class NamedOptimizer:
         return torch.zeros(size, dtype=dtype, device=local(parameter).device if size else "cpu")
 
     def restore(self, loaded: StateDict) -> None:
-        """Load the state read into ``target``; masters were loaded in place."""
+        """Load the state read into ``target``, masters were loaded in place; raise ValueError for another
+        optimizer's."""
         values = loaded["values"]
         # By their members: groups may have been built in another order. Several may have none.
         saved: dict[frozenset[str], list[StateDict]] = {}
@@ -124,5 +134,14 @@ class NamedOptimizer:
             for name, of_name in found.items():
                 state.setdefault(numbers[name], {}).update(of_name)
         self.inner.load_state_dict({"state": state, "param_groups": groups})
+        # torch replaces all options of a group by what was saved
+        lost = {
+            name for g in self.inner.param_groups for name in self.inner.defaults if name not in g
+        }
+        if lost:
+            raise ValueError(
+                f"checkpoint.load: {self.entry!r} is of {type(self.inner).__name__}, got the state of another class, "
+                f"without {', '.join(sorted(lost))}; build the optimizer as it was built"
+            )
         if isinstance(self.optimizer, MasterWeights):
             self.optimizer._share_groups()

@@ -75,8 +75,8 @@ def load(
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If the checkpoint is of another recipe, names, shapes or dtypes differ, or ranks
-            pass different arguments; on every rank.
+        ValueError: If the checkpoint is of another recipe or class of optimizer, names, shapes or dtypes differ, or
+            ranks pass different arguments; on every rank.
         RuntimeError: If no step is intact and readable, reading fails on a rank, or a rank is gone; on every rank.
     """
     wait_for_previous()
