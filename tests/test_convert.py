@@ -767,7 +767,7 @@ def test_a_recipe_for_no_converted_layer_is_an_error_of_set_config_(recipe):
         ("fp8+keep_faces", True),
         (ht.recipes.fp8, False),
     ],
-    ids=str,
+    ids=["number", "of a layer", "of no layer", "no pattern", "sizes", "kept faces", "function"],
 )
 def test_errors_of_set_config_begin_with_its_name(recipe, persistent):
     model = ht.quantize_(nn.Sequential(nn.Linear(48, 32)), "fp8", persistent=persistent)
