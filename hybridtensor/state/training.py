@@ -23,6 +23,8 @@ Callback = Callable[[nn.Module, Optimizer], None]
 """Called when an optimizer ended a step of a model."""
 callbacks_of_every_model: list[Callback] = []
 """Callbacks of each model whose training begins."""
+callbacks_of_writes: list[Callable[[Optimizer], None]] = []
+"""Called whenever an optimizer wrote parameters, also several times within one step."""
 callbacks_of_optimizers: list[Callable[[Optimizer, list[nn.Module]], None]] = []
 """Called after each step of an optimizer, with the models that are known to have parameters of it."""
 Group = dist.ProcessGroup | None
@@ -136,6 +138,8 @@ def _after_optimizer(optimizer: Optimizer, args: object, kwargs: object) -> None
     """Call the callbacks of the models whose parameters an optimizer has stepped; compiled steps are not counted."""
     if is_traced():
         return
+    for written in callbacks_of_writes:
+        written(optimizer)
     # Hooks of gradients call an optimizer once per parameter; together these are one step.
     backward = backward_that_runs()
     if backward != -1 and _backwards.get(optimizer) == backward:

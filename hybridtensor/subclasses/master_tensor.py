@@ -8,11 +8,14 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtensor.arguments import require_dtype, require_flag, wrong
+from hybridtensor.dtensor import local
 from hybridtensor.ops.library import is_captured
 from hybridtensor.recipes.config import HybridConfig
+from hybridtensor.state.training import callbacks_of_writes
 from hybridtensor.subclasses.face_cache import place_of, stream_of
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.op_table import OpTable
@@ -180,6 +183,20 @@ def mark_all_written(weights: list[MasterWeight]) -> None:
             plains.append(plain)
     if plains:
         torch.autograd.graph.increment_version(plains)
+
+
+def _count_step(optimizer: Optimizer) -> None:
+    """Count a write of the weights that an optimizer stepped: kernels that get addresses (Triton's) tell nobody."""
+    captured = is_captured()
+    with torch._C.DisableTorchFunctionSubclass():  # ``grad`` would pass through it
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                part = local(parameter)
+                if type(part) is MasterWeight and parameter.grad is not None:
+                    part.record.mark_written(captured)
+
+
+callbacks_of_writes.append(_count_step)
 
 
 def _reduced_for_another_process(

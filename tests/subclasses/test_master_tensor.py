@@ -481,6 +481,59 @@ def test_writes_of_another_process_to_a_gpu_are_seen(recipe, converted):
         process.kill()
 
 
+class ByAddress(torch.optim.Optimizer):
+    """Writes as Triton's kernels do, which get addresses."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    ctypes.memset(p.data_ptr(), 0, p.nbytes)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8+keep_faces", "fp8_delayed", "nvfp4"])
+@pytest.mark.parametrize("before", ["t", "tt", "et", "te", "eet", "tte"])
+def test_an_optimizer_that_writes_by_address(before, recipe):
+    """Nothing of it passes a handler, but that it stepped is known. Before: trained, evaluated."""
+    layer, x = ht.quantize_(nn.Linear(64, 64, bias=False), recipe), torch.randn(8, 64)
+    optimizer = ByAddress(layer.parameters())
+    for kind in before:
+        with torch.set_grad_enabled(kind == "t"):
+            y = layer(x)
+        assert y.any()
+        if kind == "t":
+            y.sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        assert not layer(x).any()
+    assert not layer(x).any()
+
+
+def test_one_optimizer_that_hooks_call_for_each_parameter():
+    """All calls within one backward are one step, and each of them writes."""
+    net, x = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)]), torch.randn(8, 64)
+    ht.quantize_(net, "fp8+keep_faces")
+    with torch.no_grad():
+        assert net(x).any()
+    optimizer, called = ByAddress(net.parameters()), []
+
+    def step(p):
+        called.append(p)
+        optimizer.step()
+        p.grad = None
+
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    net(x).sum().backward()
+    assert len(called) == 3
+    for layer in net:
+        assert not layer(x).any()
+
+
 def test_another_thread_may_free_faces_while_a_forward_ends():
     """Two threads train one model: the backward of one clears what the forward of the other looks through."""
 
