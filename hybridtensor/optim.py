@@ -69,8 +69,8 @@ class MasterWeights(torch.optim.Optimizer):
             isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
         ):
             raise wrong("MasterWeights", "an Optimizer class", optimizer_class)
-        given = require_items("MasterWeights", "a list of parameters", params)
-        if not given or not isinstance(given[0], dict):
+        given = require_items("MasterWeights", "what model.parameters() gives", params)
+        if given and not isinstance(given[0], dict):
             given = [{"params": given}]
         groups = [_checked_group("MasterWeights", group) for group in given]
         self._pairs: list[tuple[Tensor, nn.Parameter]] = []  # persistent parameter and its master
@@ -362,7 +362,7 @@ def _checked_group(who: str, group: object) -> dict[str, Any]:
     params = [params] if isinstance(params, Tensor) else require_items(who, "parameters", params)
     tensors = [one[-1] if isinstance(one, tuple) else one for one in params]
     for tensor in tensors:
-        require_kind(who, "a tensor", tensor, Tensor)
+        require_kind(who, "a parameter", tensor, Tensor, "pass model.parameters()")
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ValueError(f"{who}: each parameter once is required, got one twice; drop one of both")
     return {**group, "params": params}

@@ -241,6 +241,15 @@ def test_bad_input():
         MasterWeights(OneGroupEach, model().parameters())
     with pytest.raises(TypeError, match="an Optimizer class is required, got 'AdamW'"):
         MasterWeights("AdamW", ours.parameters())
+    for given in (ours, [ours]):
+        with pytest.raises(TypeError, match=r"^MasterWeights: a parameter is required, got .*; pass model\.parameters"):
+            MasterWeights(torch.optim.SGD, given)
+    with pytest.raises(
+        TypeError, match=r"^MasterWeights: what model\.parameters\(\) gives is required, got the module Lin"
+    ):
+        MasterWeights(torch.optim.SGD, ours[0])
+    with pytest.raises(ValueError, match="empty parameter list"):
+        MasterWeights(torch.optim.SGD, iter([]))
     optimizer = MasterWeights(torch.optim.SGD, ours.parameters(), lr=0.1)
     state = optimizer.state_dict()
     del state["state"][2]["master"]
