@@ -62,6 +62,7 @@ def plain_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     with torch.inference_mode(False):  # parameters may be trained later
         for parameter in converted.values():
             values = high_precision_values(local(parameter)).to(dtype or parameter.dtype)
+            values = values.clone() if values.is_inference() else values  # which nobody can train
             made.append((parameter, with_local(parameter, values)))
         swap_all("plain_", made)
     # Last, because it is not undone: what can fail is behind.

@@ -816,6 +816,14 @@ class TestInInferenceMode:
             torchao_quantize_(model, ht.HybridConfig.parse("fp8_delayed"))
         self.train(model)
 
+    def test_plain_again_of_what_was_made_there(self):
+        with torch.inference_mode():
+            model = ht.quantize_(nn.Sequential(nn.Linear(64, 64)), "fp8")
+            expected = model[0].weight.dequantize().clone()
+            ht.plain_(model)
+        assert not model[0].weight.is_inference()
+        assert torch.equal(model[0].weight, expected)
+
     def test_plain_again(self):
         model = ht.quantize_(nn.Sequential(nn.Linear(64, 64)).requires_grad_(False), "fp8", persistent=True)
         with torch.inference_mode():

@@ -64,6 +64,13 @@ def test_nvfp4_is_within_the_order_of_its_scales():
     assert max(layer.share for layer in found.layers) < 0.05
 
 
+def test_in_inference_mode():
+    model, x = ht.quantize_(mlp(), "fp8_block"), random_tensor(40, 256)
+    expected = ht.mismatch(model, x).layers
+    with torch.inference_mode():
+        assert ht.mismatch(model, x).layers == expected
+
+
 def test_experts_are_compared():
     torch.manual_seed(0)
     model = ht.quantize_(Mixture(count=4, width=64, hidden=128).bfloat16(), "mxfp8")
