@@ -189,9 +189,11 @@ def _loss(out: object, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
     """Return the scalar to differentiate, or None if nothing can be."""
     if loss is not None:
         value = loss(out)
-        if not isinstance(value, Tensor) or value.numel() != 1:
+        if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-            raise TypeError(f"check: a loss of one number is required, got {shown(value)}{shape}")
+            raise TypeError(
+                f"check: a loss of one real number is required, got {shown(value)}{shape}; return one, such as a mean"
+            )
         return value
     own = getattr(out, "loss", None)
     if isinstance(own, Tensor):

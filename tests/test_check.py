@@ -251,8 +251,10 @@ def test_losses():
     net = ht.quantize_(Net(), "fp8")
     assert len(ht.check(net, X, scale=2.0).products) == 2  # the input needs no gradient
     assert len(ht.check(net, X, scale=2.0, loss=lambda out: out["logits"].mean()).products) == 2
-    with pytest.raises(TypeError, match="check: a loss of one number is required, got a tensor"):
+    with pytest.raises(TypeError, match="check: a loss of one real number is required, got a tensor"):
         ht.check(net, X, scale=2.0, loss=lambda out: out["logits"])
+    with pytest.raises(TypeError, match=r"check: a loss of one real number is required, got .*complex64"):
+        ht.check(net, X, scale=2.0, loss=lambda out: out["logits"].mean() + 0j)
     with pytest.raises(TypeError, match="check: a module is required, got Tensor"):
         ht.check(X, X)
     with pytest.raises(TypeError, match="check: strict is True or False, got 'yes'"):

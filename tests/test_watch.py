@@ -412,9 +412,19 @@ def test_wrong_models():
         pass
     with (
         ht.watch(model_of("fp8")) as watched,
-        pytest.raises(ValueError, match="a loss of one number is required"),
+        pytest.raises(
+            ValueError, match=r"^watch\.note: a loss of one number is required, got shape \(3,\); pass its mean"
+        ),
     ):
         watched.note(torch.ones(3))
+    with pytest.raises(
+        TypeError, match=r"^watch\.note: a real number as loss is required, got .*complex64; pass its real"
+    ):
+        watched.note(torch.tensor(1 + 2j))
+    with watched, pytest.raises(RuntimeError, match="watch: this watch is entered already"), watched:
+        pass
+    with watched:
+        pass
     with pytest.raises(TypeError, match="a number or a tensor as loss is required, got 'x'"):
         watched.note("x")
 

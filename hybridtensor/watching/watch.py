@@ -21,6 +21,7 @@ from hybridtensor.arguments import (
     require_module,
     require_number,
     require_tensor,
+    wrong,
 )
 from hybridtensor.printed import Printed
 from hybridtensor.state.training import to_host, training_of
@@ -108,7 +109,7 @@ class watch(Printed):  # noqa: N801  (used as a function)
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: If a number is too small, or no layer of the model is converted.
-        RuntimeError: On all ranks, if they watch with different arguments or steps.
+        RuntimeError: On all ranks, if they watch with different arguments or steps. If it is entered twice at a time.
         NotImplementedError: If the model is on several devices.
     """
 
@@ -145,12 +146,16 @@ class watch(Printed):  # noqa: N801  (used as a function)
         self._packed: list[tuple[list[int], Tensor]] = []
         self._sampler: Sampler | None = None
         self._armed = contextlib.ExitStack()
-        self._hooks = contextlib.ExitStack()
+        self._hooks, self._is_open = contextlib.ExitStack(), False
         self._ranks = Ranks()
 
     # -- the loop
 
     def __enter__(self) -> Self:
+        if self._is_open:
+            raise RuntimeError(
+                "watch: this watch is entered already; leave its block first, or make another"
+            )
         sampler, error = None, None
         try:
             sampler = Sampler(self.model, self.rows)
@@ -162,6 +167,7 @@ class watch(Printed):  # noqa: N801  (used as a function)
         callbacks = training_of(self.model).callbacks
         callbacks.append(self._after_optimizer)
         self._hooks.callback(callbacks.remove, self._after_optimizer)
+        self._is_open = True
         self._arm()
         return self
 
@@ -171,6 +177,7 @@ class watch(Printed):  # noqa: N801  (used as a function)
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
+        self._is_open = False
         self._hooks.close()
         self._armed.close()
         before, self._pending = self._pending, []
@@ -208,9 +215,11 @@ class watch(Printed):  # noqa: N801  (used as a function)
         require_kind("watch.note", "a number or a tensor as loss", loss, Tensor)
         require_tensor("watch.note: loss", loss)
         value: Tensor = loss.detach()  # type: ignore[union-attr]
+        if value.is_complex():
+            raise wrong("watch.note", "a real number as loss", value, "pass its real part or abs()")
         if value.numel() != 1:
             raise ValueError(
-                f"watch: a loss of one number is required, got shape {tuple(value.shape)}"
+                f"watch.note: a loss of one number is required, got shape {tuple(value.shape)}; pass its mean"
             )
         if self._losses and self._losses[-1][1].device != value.device:
             self._pack_losses()
