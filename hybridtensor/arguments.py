@@ -30,6 +30,8 @@ def shown(value: object) -> str:
     if isinstance(value, nn.Module):
         return f"the module {type(value).__name__}"
     text = repr(value)
+    if "\n" in text:  # a table, or something with modules or tensors in it
+        return f"a value of {type(value).__name__}"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 

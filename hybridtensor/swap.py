@@ -18,7 +18,8 @@ from hybridtensor.subclasses.wrapper import WrapperTensor
 
 _REFERENCED = (
     "the weight is referenced by a live graph or a weak reference and cannot be swapped; convert the model before "
-    "compiling it, outside of forward/backward and of a profiler that has record_shapes"
+    "compiling it and before DistributedDataParallel, outside of forward/backward and of a profiler that has "
+    "record_shapes"
 )
 
 

@@ -258,7 +258,10 @@ class TestWhatIsWrong:
 
     def test_files_that_are_not_there(self, tmp_path):
         model = family("llama", "hf_fp8", persistent=True)
-        with pytest.raises(ValueError, match="a folder is required"):
+        with pytest.raises(
+            ValueError,
+            match=r"^load_pretrained: a folder on this machine is required, got .*; export or download it first",
+        ):
             ht.load_pretrained(model, tmp_path / "nowhere")
         with pytest.raises(ValueError, match="files of safetensors are required"):
             ht.load_pretrained(model, tmp_path)

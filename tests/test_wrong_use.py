@@ -231,7 +231,9 @@ def test_orders_that_are_fine():
 
 
 def test_what_errors_tell_of_a_value_is_short():
-    """Never the elements of a tensor."""
+    """Never the elements of a tensor, nor a table."""
+    with pytest.raises(TypeError, match=r"a path is required, got a value of watch$"):
+        ht.report("run.json", ht.watch(linear()))
     for wrong in (torch.ones(1000), [torch.ones(1000)], "x" * 10_000, {i: i for i in range(10_000)}):
         with pytest.raises((TypeError, ValueError)) as raised:
             ht.MXFP8Quantizer(dtype=wrong)

@@ -105,7 +105,9 @@ class Folder:
         """Check a folder, and open its files."""
         who = self._who
         if not path.is_dir():
-            raise ValueError(f"{who}: a folder is required, got {str(path)!r}")
+            raise ValueError(
+                f"{who}: a folder on this machine is required, got {str(path)!r}; export or download it first"
+            )
         path, opened = path.resolve(), self._library.safe_open
         listed = self._check_digests(path)
         self._check_config(path)
