@@ -175,6 +175,36 @@ def test_gradient_accumulation(two):
     two.run(accumulation, few(SOME, 2))
 
 
+class ByAddress(torch.optim.Optimizer):
+    """Writes parts of weights as Triton's kernels do, which get addresses."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            local(p).plain.untyped_storage().fill_(0)
+
+
+def written_by_address(rank, recipes):
+    for recipe in recipes:
+        for microbatches in (1, 2):
+            model = shard(make(recipe), mesh_of(rank, 2))
+            optimizer = ByAddress([p for p in model.parameters() if p.dim() == 2])
+            with torch.no_grad():
+                assert not torch.equal(model(batch(0)), batch(0))
+            for microbatch in range(microbatches):
+                model(batch(microbatch)).square().mean().backward()
+            optimizer.step()
+            assert torch.equal(model(batch(0)), batch(0))  # what blocks add to it is zero
+
+
+def test_an_optimizer_that_writes_by_address(two):
+    """Nothing of it passes a handler, but that it stepped is known."""
+    two.run(written_by_address, ["bf16", *SOME, "fp8_delayed"])
+
+
 class Lora(nn.Module):
     def __init__(self, base):
         super().__init__()
