@@ -187,13 +187,12 @@ def mark_all_written(weights: list[MasterWeight]) -> None:
 
 def _count_step(optimizer: Optimizer) -> None:
     """Count a write of the weights that an optimizer stepped: kernels that get addresses (Triton's) tell nobody."""
-    captured = is_captured()
     with torch._C.DisableTorchFunctionSubclass():  # ``grad`` would pass through it
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                part = local(parameter)
-                if type(part) is MasterWeight and parameter.grad is not None:
-                    part.record.mark_written(captured)
+        stepped = [
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
+        parts = map(local, stepped)
+        mark_all_written([part for part in parts if isinstance(part, MasterWeight)])
 
 
 callbacks_of_writes.append(_count_step)
