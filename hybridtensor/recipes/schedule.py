@@ -87,14 +87,13 @@ class Schedule:
 def schedule(recipes: Mapping[int, str | HybridConfig]) -> Schedule:
     """Return a schedule from ``{first step: recipe}``.
 
-    Hand ``schedule.at(step)`` to ``set_config_`` where a recipe starts, and where a run resumes: each call looks at
-    every layer, and compares recipes between ranks. NVFP4, then a BF16 forward with NVFP4 gradients for the last
-    tenth::
+    Hand ``schedule.at(step)`` to ``set_config_`` in every step. A call looks at every layer and compares recipes
+    between ranks; if that takes too long, call it at ``schedule.starts``, and once where a run resumes. NVFP4, then a
+    BF16 forward with NVFP4 gradients for the last tenth::
 
         plan = ht.recipes.schedule({0: "nvfp4", int(0.9 * steps): "bf16/nvfp4/nvfp4"})
         for step in range(steps):
-            if step in plan.starts:
-                ht.set_config_(model, plan.at(step))
+            ht.set_config_(model, plan.at(step))
 
     Raises:
         TypeError: If ``recipes`` is not a dictionary of recipes.
