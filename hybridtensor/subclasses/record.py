@@ -181,14 +181,14 @@ class WeightRecord:
     def add_holder(self, plain: Tensor) -> None:
         """Record that a wrapper holds ``plain``, the memory or a view of it."""
         key, holders = id(plain), self._holders
+        if shared_cache and not holders and plain.is_cuda:  # later ones hold the same memory
+            self.is_sent = self.is_sent or _was_received(plain)
         if key not in holders:
             # Of the plain tensor, not of its wrapper: ``swap_tensors``, which moves wrappers,
             # refuses a tensor that has weak references. The callback removes the entry, since an id comes again; it
             # holds the dictionary, not the record, which would live as long as the tensor.
             reference = weakref.ref(plain, lambda _: holders.pop(key, None))
             holders[key] = _Holder(reference, version_of(plain))
-            if shared_cache and plain.is_cuda:
-                self.is_sent = self.is_sent or _was_received(plain)
 
     def count_writes(self, plain: Tensor, version: int) -> None:
         """Count writes of ``plain`` by torch's version counter since the last call."""
