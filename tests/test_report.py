@@ -292,6 +292,13 @@ def test_what_a_row_is_judged_by_comes_first(tmp_path):
 
 def test_nothing_measured(tmp_path):
     model = ht.quantize_(nn.Linear(32, 32, bias=False), "fp8")
+    with ht.watch(model, every=1) as watched, torch.no_grad():
+        model(torch.ones(4, 32))
+        watched.step()
+    with pytest.raises(
+        ValueError, match="report: no product was measured in 1 steps, as without gradients; watch steps"
+    ):
+        ht.report(watched, tmp_path / "page.html")
     with pytest.raises(ValueError, match=r"no step was measured; watch an optimizer's step, or call"):
         ht.report(ht.watch(model), tmp_path / "page.html")
     with pytest.raises(TypeError, match="what watch returned, a Recording or its file"):

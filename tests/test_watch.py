@@ -316,6 +316,13 @@ def test_the_folder_of_a_sink_is_made(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 2]
 
 
+def test_a_sink_where_no_file_can_be_is_an_error_before_the_run(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "log.jsonl"):
+        with pytest.raises(ValueError, match=rf"^watch: the path of a file is required, got {path}, "):
+            ht.watch(model_of("fp8"), sinks=[path])
+
+
 def test_recordings_are_read_again(tmp_path, capsys):
     model = model_of("mxfp8/nvfp4/bf16")
     with ht.watch(model, every=2) as watched:

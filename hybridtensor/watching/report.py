@@ -64,7 +64,7 @@ def report(
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If nothing was measured yet, a file is no recording, the page would be written over it, or ``path``
+        ValueError: If nothing was measured, a file is no recording, the page would be written over it, or ``path``
             is no file's.
     """
     path = require_file("report", path)
@@ -104,6 +104,11 @@ def _recording(watched: object) -> Recording:
         raise ValueError(
             f"report: no step was measured{where}; watch an optimizer's step, or call watched.step(), and report after "
             "the with block, or after a second step"
+        )
+    if not recording.losses and not any(sample.products for sample in recording.samples):
+        raise ValueError(
+            f"report: no product was measured in {len(recording.samples)} steps, as without gradients; watch steps "
+            "that run forward and backward of the model"
         )
     return recording
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from hybridtensor.arguments import wrong
+from hybridtensor.arguments import require_file, wrong
 from hybridtensor.watching.recording import as_dict
 from hybridtensor.watching.records import Sample
 
@@ -14,9 +14,10 @@ Sink = Callable[[Sample], object]
 
 
 def sink_of(target: object) -> Sink:
-    """Return a function that writes samples to a path (JSON lines), logger or function; raise TypeError otherwise."""
+    """Return a function that writes samples to a path (JSON lines), logger or function; raise TypeError otherwise,
+    ValueError for a path that is no file's."""
     if isinstance(target, (str, Path)):
-        return _to_file(Path(target))
+        return _to_file(require_file("watch", target))
     if hasattr(target, "add_scalar"):
         return lambda sample: [
             target.add_scalar(name, value, sample.step) for name, value in sample.scalars().items()
