@@ -245,6 +245,10 @@ def test_models_without_values_or_of_other_dtypes():
         advise(model_of().to("meta"))
     with pytest.raises(TypeError, match=r"^advise: the weight of blocks\.0\.q: bfloat16, .* got torch\.float64; cast"):
         advise(model_of().double())
+    with pytest.raises(
+        ValueError, match=r"^advise: the weight of <root> is of a lazy layer that never ran; run the model"
+    ):
+        ht.advise(nn.LazyLinear(4), batches(), loss=loss, hardware="b200")
     with pytest.raises(TypeError, match=r"^advise: a loss of one real number is required, got .*complex64"):
         ht.advise(model_of(), batches(), loss=lambda m, b: loss(m, b) + 0j, hardware="b200")
 

@@ -13,6 +13,8 @@ from any_layer import ANY_LAYER
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torchao.quantization import Int8WeightOnlyConfig
+from torchao.quantization import quantize_ as torchao_quantize_
 
 import hybridtensor as ht
 from hybridtensor.subclasses.structure import flatten
@@ -155,7 +157,7 @@ class TestBadInput:
             ht.export_safetensors(model, path, "int4")
         with pytest.raises(TypeError, match="a module is required, got dict"):
             ht.export_safetensors({}, path)
-        with pytest.raises(TypeError, match=r"optim.MasterWeights is required, got AdamW"):
+        with pytest.raises(TypeError, match=r"optim.MasterWeights is required, got a value of AdamW"):
             ht.export_safetensors(model, path, masters=torch.optim.AdamW(model.parameters()))
         assert not list(tmp_path.iterdir())
 
@@ -167,6 +169,20 @@ class TestBadInput:
         assert [path.name for path in tmp_path.iterdir()] == ["file"]
         path = ht.export_safetensors(make("fp8"), tmp_path / "new" / "folder" / "a")
         assert load(path)
+
+    def test_models_that_never_ran_or_are_of_torchao(self, tmp_path):
+        for dtype in ("bf16", "quantized"):
+            with pytest.raises(
+                ValueError, match=r"^export_safetensors: weight is of a lazy layer that never ran; run the"
+            ):
+                ht.export_safetensors(nn.LazyLinear(4), tmp_path / "a", dtype)
+        model = nn.Sequential(nn.Linear(64, 64))
+        torchao_quantize_(model, Int8WeightOnlyConfig())
+        with pytest.raises(
+            ValueError, match=r"^export_safetensors: 0\.weight is a Int8Tensor, which files of safetensors"
+        ):
+            ht.export_safetensors(model, tmp_path / "a")
+        assert not list(tmp_path.iterdir())
 
     @pytest.mark.parametrize("dtype", ["bf16", "quantized"])
     def test_models_without_memory(self, dtype, tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def safetensors(who: str) -> ModuleType:
@@ -27,7 +28,14 @@ def save_file(
     path: Path,
     metadata: dict[str, str],
 ) -> None:
-    """Write tensors into a new safetensors file; raise OSError if it cannot be written."""
+    """Write tensors into a new safetensors file; raise ValueError for a tensor of another library, OSError if it cannot
+    be written."""
+    for name, tensor in tensors.items():
+        if is_traceable_wrapper_subclass(tensor):
+            raise ValueError(
+                f"{who}: {name} is a {type(tensor).__name__}, which files of safetensors cannot hold; dequantize "
+                "it, or save it with its own library"
+            )
     try:
         library.torch.save_file(tensors, path, metadata=metadata)
     except library.SafetensorError as error:  # is no OSError, whatever the system said
