@@ -67,8 +67,8 @@ def require_recorded(states: Sequence[LayerState]) -> None:
 
 def require_finite(model: nn.Module, states: Sequence[LayerState], amaxes: Tensor) -> None:
     """Raise RuntimeError for amaxes that are not finite; on a GPU in a later step, without synchronizing."""
-    # A step captured in a CUDA graph never raises.
-    if is_captured():
+    # A step captured in a CUDA graph never raises, and meta tensors have no values.
+    if is_captured() or amaxes.is_meta:
         return
     pending = training_of(model).finite
     slots = [(state, state.slots) for state in states]  # a recipe may be set before the host looks
