@@ -111,6 +111,20 @@ def test_bf16_recipe_is_bitwise_the_plain_module(shape, bias, dtype, contiguous,
         assert got is None or (torch.equal(got, expected) and got.shape == expected.shape)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bf16_recipe_is_bitwise_the_plain_module_on_strided_batches_in_every_mode(mode, frozen, autocast, device):
+    """torch multiplies them as one matrix if the weight requires a gradient, also where none is computed."""
+    converted, plain = layer("bf16", k=384, n=256, bias=True, dtype=torch.float32, device=device)
+    batches = random_tensor(2, 17, 384, dtype=torch.float32, device=device, seed=1)
+    for module in (converted, plain):
+        module.weight.requires_grad_(not frozen)
+    for x in (batches[:, :1], batches.transpose(0, 1), batches[:, :16].unflatten(1, (4, 4)).transpose(1, 2)):
+        with mode(), torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+            assert torch.equal(converted(x), plain(x))
+
+
 @pytest.mark.parametrize("word", ["fp8", "fp8_rowwise"])
 def test_high_precision_products_among_others_are_bitwise_plain(word, device):
     x, g = random_tensor(24, 32, device=device, seed=1), random_tensor(24, 48, device=device, seed=2)

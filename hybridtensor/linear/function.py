@@ -222,7 +222,9 @@ def _forward(
         observe_operand(layer, "weight", weight, key)
         observe_product(layer, "output", left, right, dtype)
     if left.format.is_identity and right.format.is_identity and left.groups is None:
-        return plain_output(input, right.qdata, bias, dtype, needs), x, w
+        # Under autocast the plain module multiplies a cast of the weight, which no_grad cuts off.
+        trained = needs.weight if weight.dtype != dtype else weight.requires_grad
+        return plain_output(input, right.qdata, bias, dtype, trained), x, w
     out = output(left, right, bias, dtype, call.context.direct)
     shape = (*input.shape[:-1], weight.shape[-2])
     return (out if out.shape == shape else with_shape(out, shape)), x, w

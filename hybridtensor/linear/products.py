@@ -69,17 +69,20 @@ def output(
 
 
 def plain_output(
-    input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, needs: Needs
+    input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, trained: bool
 ) -> Tensor:
-    """Return bitwise what the plain module computes, of rowwise faces in high precision; in the input's own shape."""
+    """Return bitwise what the plain module computes, of rowwise faces in high precision; in the input's own shape.
+
+    ``trained``: whether the weight that the plain module multiplies requires a gradient, in whatever mode.
+    """
     face = take_face(input, "rowwise", name="input", gemm="output")
     values = face.dequantize() if isinstance(face, IdentityTensor) else face.detach()
     x = values.to(dtype)
-    # If the weight needs a gradient, ``F.linear`` flattens a strided batch into one product and adds the bias
-    # afterwards. Below autograd, as here, ``F.linear`` cannot see that it needs one.
+    # If the weight requires a gradient, also under no_grad, ``F.linear`` flattens a strided batch into one product and
+    # adds the bias afterwards. Below autograd, as here, ``F.linear`` cannot see that it requires one.
     if x.dim() == 2:
         return F.linear(x, weight, bias)
-    if x.is_contiguous() or not needs.weight:
+    if x.is_contiguous() or not trained:
         out = F.linear(x, weight, bias)
         return with_shape(out, out.shape)  # here F.linear returns views
     out = with_shape(torch.mm(tokens(x), weight.t()), (*x.shape[:-1], weight.shape[0]))
