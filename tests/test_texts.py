@@ -235,8 +235,8 @@ NotImplementedError: HybridTensor: aten.abs.default would compute with the value
   the layer out of quantize_ (keep_bf16)
 NotImplementedError: HybridTensor: share_memory_() cannot share a tensor of several storages; send the state
   dict, or share a model with master weights: quantize_ without persistent=True
-NotImplementedError: MasterWeight: aten._fft_r2c.default is not an operation of this class; operate on
-  dequantize(), or on a plain copy of the weight""",
+NotImplementedError: MasterWeight: aten._fft_r2c.default is not an operation of this class; leave the layer
+  out of quantize_ (keep_bf16), or, where no gradient is needed, operate on dequantize()""",
         )
 
 

@@ -41,7 +41,10 @@ class MasterWeight(QuantizedWhenUsed):
         place: Key of this view in the cache of faces.
     """
 
-    ops = OpTable("MasterWeight", "operate on dequantize(), or on a plain copy of the weight")
+    ops = OpTable(
+        "MasterWeight",
+        "leave the layer out of quantize_ (keep_bf16), or, where no gradient is needed, operate on dequantize()",
+    )
     functions = OpTable("MasterWeight", "", of_functions=True)
     inner_names = ("plain",)
     former_names: ClassVar[dict[str, str]] = {"master": "plain"}
