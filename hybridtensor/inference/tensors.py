@@ -81,9 +81,8 @@ def inference_tensors(
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If no layout, or not the given one, can store a weight, with an alternative; if a tensor is on the
-            meta device; if ranks differ. On every rank, before anything is sent; but MXFP4 exponents beyond NVFP4's
-            range raise when they are packed.
+        ValueError: If no layout, or not the given one, can store a weight, with an alternative; of a meta tensor; if
+            ranks differ. Everywhere, before anything is sent, but for MXFP4 exponents that NVFP4 cannot hold.
         RuntimeError: If a rank is gone; on every rank.
     """
     require_module(_WHO, model)

@@ -204,7 +204,7 @@ callbacks_of_writes.append(_count_step)
 def _reduced_for_another_process(
     weight: MasterWeight,
 ) -> tuple[Callable[..., WrapperTensor], tuple[object, ...]]:
-    """Return what ``pickle`` writes, and record that another process gets the memory, if it is a GPU's."""
+    """Reduce a weight as ``pickle`` does, and record that another process gets its memory, if it is a GPU's."""
     weight.record.is_sent = weight.record.is_sent or weight.plain.is_cuda
     return weight.__reduce_ex__(2)
 
