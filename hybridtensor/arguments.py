@@ -143,7 +143,7 @@ def require_path(who: str, path: object) -> None:
 
 def require_file(who: str, path: object) -> Path:
     """Return the path of a file to write; raise TypeError if it is no path, ValueError if no file can be there."""
-    require_kind(who, "a path", path, (str, os.PathLike))
+    require_path(who, path)
     wanted = Path(path)  # type: ignore[arg-type]
     file = next((one for one in wanted.parents if one.is_file()), None)
     why = "a folder" if wanted.is_dir() else f"where {file} is a file" if file else ""

@@ -246,7 +246,8 @@ def _checked(loss: Callable[[nn.Module, Batch], object]) -> Callable[[nn.Module,
         if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
             raise TypeError(
-                f"advise: a loss of one real number is required, got {shown(value)}{shape}; pass loss, to return one"
+                f"advise: a loss of one real number is required, got {shown(value)}{shape}; pass loss, which returns "
+                "one"
             )
         return value
 

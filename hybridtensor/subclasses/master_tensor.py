@@ -188,8 +188,9 @@ def mark_all_written(weights: list[MasterWeight]) -> None:
         torch.autograd.graph.increment_version(plains)
 
 
-def _count_step(optimizer: Optimizer) -> None:
-    """Count a write of the weights that an optimizer stepped: kernels that get addresses (Triton's) tell nobody."""
+def _count_writes(optimizer: Optimizer) -> None:
+    """Count a write of each weight with a gradient that an optimizer has: kernels that get addresses, such as Triton's,
+    write where no operator is called."""
     with torch._C.DisableTorchFunctionSubclass():  # ``grad`` would pass through it
         stepped = [
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
@@ -198,14 +199,14 @@ def _count_step(optimizer: Optimizer) -> None:
         mark_all_written([part for part in parts if isinstance(part, MasterWeight)])
 
 
-callbacks_of_writes.append(_count_step)
+callbacks_of_writes.append(_count_writes)
 
 
 def _reduced_for_another_process(
     weight: MasterWeight,
 ) -> tuple[Callable[..., WrapperTensor], tuple[object, ...]]:
     """Reduce a weight as ``pickle`` does, and record that another process gets its memory, if it is a GPU's."""
-    weight.record.is_sent = weight.record.is_sent or weight.plain.is_cuda
+    weight.record.is_interprocess = weight.record.is_interprocess or weight.plain.is_cuda
     return weight.__reduce_ex__(2)
 
 

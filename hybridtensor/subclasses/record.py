@@ -83,7 +83,7 @@ class WeightRecord:
         compiled_writes: Writes of compiled code, each counted at least once.
         counted_writes: ``writes`` when writes of compiled code were counted last.
         is_held_elsewhere: Whether the memory had an alias when writes were counted last.
-        is_sent: Whether CUDA memory was sent to another process, or came from one.
+        is_interprocess: Whether processes share CUDA memory: it was sent to another one, or came from one.
         replayed: Whether a CUDA graph captured a write, whose replays are not counted.
         face_cache: The cached faces.
         context: Cached context of the weight; None if it was not requested, or for a stack.
@@ -108,8 +108,8 @@ class WeightRecord:
         "gathered",
         "is_copy",
         "is_held_elsewhere",
+        "is_interprocess",
         "is_new",
-        "is_sent",
         "layer",
         "place",
         "readers",
@@ -137,7 +137,7 @@ class WeightRecord:
         self.replayed = False
         self.written_on: int | None = None
         self.counted_writes = 0
-        self.is_held_elsewhere = self.is_sent = False
+        self.is_held_elsewhere = self.is_interprocess = False
         self.face_cache = FaceCache()
         self.context: Context | None = None
         self.for_products: tuple[Context, object, Context] | None = None
@@ -182,7 +182,7 @@ class WeightRecord:
         """Record that a wrapper holds ``plain``, the memory or a view of it."""
         key, holders = id(plain), self._holders
         if shared_cache and not holders and plain.is_cuda:  # later ones hold the same memory
-            self.is_sent = self.is_sent or _was_received(plain)
+            self.is_interprocess = self.is_interprocess or _was_received(plain)
         if key not in holders:
             # Of the plain tensor, not of its wrapper: ``swap_tensors``, which moves wrappers,
             # refuses a tensor that has weak references. The callback removes the entry, since an id comes again; it
@@ -208,7 +208,7 @@ class WeightRecord:
         # it counts otherwise. ``is_shared`` says whether other processes may hold it; of CUDA memory it is always true.
         storage = plain.untyped_storage()
         shared = (
-            self.is_sent
+            self.is_interprocess
             or _use_count(storage._cdata) > len(self._holders) + 1
             or (not plain.is_cuda and storage.is_shared())
         )
