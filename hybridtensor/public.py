@@ -8,7 +8,6 @@ from hybridtensor.advising import advise
 from hybridtensor.check import check
 from hybridtensor.convert import quantize_, set_config_
 from hybridtensor.debug import debug
-from hybridtensor.distributed.mesh import set_data_parallel_group_, set_mesh_
 from hybridtensor.explain import explain
 from hybridtensor.export import export_safetensors, load_safetensors
 from hybridtensor.inference import (
@@ -19,6 +18,7 @@ from hybridtensor.inference import (
     mismatch,
 )
 from hybridtensor.linear import share_inputs
+from hybridtensor.mesh import set_data_parallel_group_, set_mesh_
 from hybridtensor.plain import plain_, plain_state_dict
 from hybridtensor.quantizers import (
     DelayedFloat8Quantizer,

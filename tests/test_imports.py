@@ -20,9 +20,9 @@ LAYERS = [
     "lazy", "version", "graph_caches", "arguments", "printed", "recipe_table", "untrusted", "dtensor", "ranks",
     "format_record", "formats", "kernels", "ops", "debug", "state", "quantizers",
     "torchao_compat", "recipes", "costs", "subclasses", "linear", "activations", "masters", "optim", "offload",
-    "distributed", "layers", "selection", "swap", "state_dicts", "common_scales", "fitting", "undo", "convert", "plain",
-    "explanation", "check", "explain", "inference", "export", "watching", "advising", "integrations", "commands",
-    "__main__", "verify", "former_names", "public", "testing",
+    "distributed", "layers", "mesh", "selection", "swap", "state_dicts", "common_scales", "fitting", "undo", "convert",
+    "plain", "explanation", "check", "explain", "inference", "export", "watching", "advising", "integrations",
+    "commands", "__main__", "verify", "former_names", "public", "testing",
 ]  # fmt: skip
 SUBCLASS_LAYERS = [
     "op_table", "observing", "wrapper", "structure", "high_precision", "face_cache", "record", "owners", "intercepting",

@@ -430,6 +430,8 @@ def test_wrong_models():
         watched.note(torch.tensor(1 + 2j))
     with watched, pytest.raises(RuntimeError, match="watch: this watch is entered already"), watched:
         pass
+    with pytest.raises(RuntimeError, match=r"^watch\.step: this watch is not entered"):
+        watched.step()
     with watched:
         pass
     with pytest.raises(TypeError, match="a number or a tensor as loss is required, got 'x'"):

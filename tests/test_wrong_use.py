@@ -171,6 +171,7 @@ WRONG_VALUES = {
     "half a step": lambda: recipes.schedule({0: "fp8"}).at(0.5),
     "a schedule of numbers": lambda: recipes.schedule({0: 8}),
     "a group that is a number": lambda: ht.set_data_parallel_group_(linear(), 3),
+    "a group before quantize_": lambda: ht.set_data_parallel_group_(nn.Linear(32, 32), None),
     "five dimensions": lambda: ht.Float8Quantizer().quantize(torch.ones(1, 1, 1, 1, 32)),
     "no dimension": lambda: ht.Float8Quantizer().quantize(torch.tensor(1.0)),
     "no face": lambda: ht.Float8Quantizer().quantize(HALF, rowwise=False, columnwise=False),

@@ -14,7 +14,7 @@ from torchtitan.protocols.module import Module
 
 from hybridtensor.arguments import require_kind, reusable
 from hybridtensor.convert import Options, quantize_
-from hybridtensor.distributed.mesh import set_mesh_
+from hybridtensor.mesh import set_mesh_
 from hybridtensor.selection import Recipe
 from hybridtensor.state.layer import LayerState
 from hybridtensor.state.step import step_after

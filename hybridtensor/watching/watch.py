@@ -187,7 +187,15 @@ class watch(Printed):  # noqa: N801  (used as a function)
             self._flush(before, alarms=kind is None)
 
     def step(self) -> None:
-        """End a step; call it only if no eager torch optimizer steps."""
+        """End a step; call it only if no eager torch optimizer steps.
+
+        Raises:
+            RuntimeError: Outside of the block of ``with``.
+        """
+        if not self._is_open:
+            raise RuntimeError(
+                "watch.step: this watch is not entered, so that it measures nothing; call it in its block"
+            )
         sampled = self._sampler is not None and self.steps % self.every == 0
         self._armed.close()
         before, self._pending = self._pending, []

@@ -451,6 +451,13 @@ def meshes(rank):
             ht.set_mesh_(model, mesh, **options)
     with pytest.raises(ValueError, match="set_mesh_: dimensions of the mesh"):
         ht.set_mesh_(model, init_device_mesh(here(), (4,)))
+    plain = nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(
+        ValueError, match=r"^set_mesh_: a model that went through quantize_ .* plain layers only, 0 among"
+    ):
+        ht.set_mesh_(plain, mesh)
+    stage = nn.Embedding(64, 64)  # of a pipeline: nothing to convert
+    assert ht.set_mesh_(stage, mesh) is stage
 
 
 def test_set_mesh(four):

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from hybridtensor.arguments import require_group, require_kind, require_module, require_text
 from hybridtensor.dtensor import local
+from hybridtensor.layers import layers_of
 from hybridtensor.linear.grouped import first_expert
 from hybridtensor.linear.layer_forward import recipe_of
 from hybridtensor.linear.tensor_parallel import mark_section
@@ -58,7 +59,8 @@ def set_mesh_(
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If the mesh has no names, or none of these, or a dimension has two of the roles.
+        ValueError: If the mesh has no names, or none of these, or a dimension has two of the roles. If the model has
+            layers that ``quantize_`` converts, and none of them is.
     """
     require_module("set_mesh_", model)
     require_kind("set_mesh_", "a DeviceMesh", mesh, DeviceMesh)
@@ -78,10 +80,21 @@ def set_mesh_(
     )
     # Before anything changes: it raises on every rank, or on none.
     require_contract("set_mesh_", model, ranks.groups)
+    _require_converted("set_mesh_", model)
     _mark_parts(model, parts, _dimensions(mesh, "ep", ep))  # raises where parts cut blocks
     for state in _states(model):
         state.ranks = ranks
     return model
+
+
+def _require_converted(who: str, model: nn.Module) -> None:
+    """Raise ValueError for a model that is yet to be converted, whose layers would not know of the ranks."""
+    plain = [layer.name for layer in layers_of(model) if layer.why_skipped() is None]
+    if plain and next(_states(model), None) is None:
+        raise ValueError(
+            f"{who}: a model that went through quantize_ is required, got {type(model).__name__} with plain layers "
+            f"only, {plain[0] or '<root>'} among them; call quantize_ first"
+        )
 
 
 def _part_of_batch(mesh: DeviceMesh, batch: Iterable[str]) -> int:
@@ -140,9 +153,11 @@ def set_data_parallel_group_(model: nn.Module, group: dist.ProcessGroup | None) 
 
     Raises:
         TypeError: If an argument is of the wrong kind.
+        ValueError: If the model has layers that ``quantize_`` converts, and none of them is.
     """
     require_module("set_data_parallel_group_", model)
     require_group("set_data_parallel_group_", group)
+    _require_converted("set_data_parallel_group_", model)
     for state in _states(model):
         state.ranks = TrainingRanks((group,), named=group is not None)
     return model
