@@ -29,26 +29,28 @@ def set_mesh_(
     mesh: DeviceMesh,
     *,
     dp: Names = "dp",
+    cp: Names = "cp",
     tp: Names = "tp",
     ep: Names = "ep",
     pp: Names = "pp",
 ) -> nn.Module:
-    """Assign the dimensions of a device mesh to data, tensor, expert and pipeline parallelism.
+    """Assign the dimensions of a device mesh to data, context, tensor, expert and pipeline parallelism.
 
     ::
 
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
         ht.set_mesh_(model, mesh)
 
-    Delayed scales are reduced over dp, tp and ep, as each rank sees a part of the batch or of the layer: they are those
-    of the model on one device. Random rounding draws by the rank's part of the batch and of the weight, so that no two
-    ranks draw alike for different numbers, and alike for the same ones. Over the stages of a pipeline nothing is
+    Delayed scales are reduced over dp, cp, tp and ep, as each rank sees a part of the batch or of the layer: they are
+    those of the model on one device. Random rounding draws by the rank's part of the batch and of the weight, so that
+    no two ranks draw alike for different numbers, and alike for the same ones. Over the stages of a pipeline nothing is
     reduced: each has other layers. Dimensions of other names have nothing to do with it.
 
     Args:
         model: A model that went through ``quantize_``.
         mesh: The mesh, or a part of it; with names.
         dp: Dimensions that parts of a batch are spread over, in order: ``("dp_replicate", "dp_shard")`` for HSDP.
+        cp: Dimension that the tokens of each sequence are spread over.
         tp: Dimension that parts of a layer are spread over.
         ep: Dimension of experts. To all other layers its ranks are data-parallel ones. Each expert has
             delayed scales of its own, known to all ranks.
@@ -64,16 +66,16 @@ def set_mesh_(
     """
     require_module("set_mesh_", model)
     require_kind("set_mesh_", "a DeviceMesh", mesh, DeviceMesh)
-    batch, parts = (
-        (*_dimensions(mesh, "dp", dp), *_dimensions(mesh, "ep", ep)),
-        _dimensions(mesh, "tp", tp),
-    )
-    used, stages = (*batch, *parts), _dimensions(mesh, "pp", pp)
-    named = (*used, *stages)
+    given = {"dp": dp, "cp": cp, "tp": tp, "ep": ep, "pp": pp}
+    roles = {role: _dimensions(mesh, role, names) for role, names in given.items()}
+    batch = (*roles["dp"], *roles["cp"], *roles["ep"])
+    used = (*batch, *roles["tp"])
+    named = (*used, *roles["pp"])
     if not named or len(set(named)) < len(named):
+        got = ", ".join(f"{role}={names!r}" for role, names in given.items())
         raise ValueError(
-            f"set_mesh_: dimensions of the mesh, each for one thing, are required as dp, tp, ep and pp, got dp={dp!r}, "
-            f"tp={tp!r}, ep={ep!r}, pp={pp!r} for {mesh.mesh_dim_names}; name those that there are"
+            f"set_mesh_: dimensions of the mesh, each for one thing, are required as {', '.join(given)}, got {got} for "
+            f"{mesh.mesh_dim_names}; name those that there are"
         )
     ranks = TrainingRanks(
         tuple(mesh.get_group(name) for name in used), _part_of_batch(mesh, batch), named=True
@@ -81,7 +83,7 @@ def set_mesh_(
     # Before anything changes: it raises on every rank, or on none.
     require_contract("set_mesh_", model, ranks.groups)
     _require_converted("set_mesh_", model)
-    _mark_parts(model, parts, _dimensions(mesh, "ep", ep))  # raises where parts cut blocks
+    _mark_parts(model, roles["tp"], roles["ep"])  # raises where parts cut blocks
     for state in _states(model):
         state.ranks = ranks
     return model

@@ -7,6 +7,7 @@ from torch import nn
 from torch._dynamo import compiled_autograd
 
 import hybridtensor as ht
+from hybridtensor.testing import random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # graph breaks
 RECIPES = ["bf16", "fp8", "fp8_delayed", "nvfp4"]
@@ -19,15 +20,15 @@ class Eager(nn.Linear):
         return super().forward(x)
 
 
-def steps(layer, recipe, backward, persistent=False, between=nn.SiLU):
+def steps(device, layer, recipe, backward, persistent=False, between=nn.SiLU):
     """Return losses and gradients of two steps."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    net = nn.Sequential(layer(64, 128), between(), nn.Linear(128, 64)).bfloat16()
+    net = nn.Sequential(layer(64, 128), between(), nn.Linear(128, 64)).to(device, torch.bfloat16)
     ht.quantize_(net, recipe, persistent=persistent)
     found = []
     for i in range(2):
-        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(i)).bfloat16().requires_grad_()
+        x = random_tensor(32, 64, seed=i, device=device).requires_grad_()
         found += [backward(net, x), x.grad, *(p.grad for p in net.parameters() if p.grad is not None)]
         net.zero_grad()
         ht.step_(net)
@@ -59,12 +60,12 @@ def compiled_step(net, x):
         *covered(RECIPES[1:], [False, True], BETWEEN),
     ],
 )
-def test_a_backward_that_is_compiled_alone(recipe, persistent, between):
-    expected = steps(nn.Linear, recipe, plain, persistent, between)
-    found = steps(nn.Linear, recipe, compiled_backward, persistent, between)
+def test_a_backward_that_is_compiled_alone(device, recipe, persistent, between):
+    expected = steps(device, nn.Linear, recipe, plain, persistent, between)
+    found = steps(device, nn.Linear, recipe, compiled_backward, persistent, between)
     assert all(map(torch.equal, expected, found))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_step_with_a_layer_between_graphs(recipe):
-    assert all(map(torch.equal, steps(Eager, recipe, plain), steps(Eager, recipe, compiled_step)))
+def test_a_step_with_a_layer_between_graphs(device, recipe):
+    assert all(map(torch.equal, steps(device, Eager, recipe, plain), steps(device, Eager, recipe, compiled_step)))

@@ -14,8 +14,6 @@ from torch.export import Dim
 
 import hybridtensor as ht
 
-X = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-ENDS = torch.tensor([8, 16, 16, 32], dtype=torch.int32)
 RECIPES = ["bf16", "fp8", "fp8_delayed", "mxfp8"]
 REASON = "linear: an exported program holds only the forward of a converted layer; train the model that was exported"
 
@@ -62,13 +60,18 @@ class Tied(nn.Module):
         return self.embed(x[:, 0].abs().long())
 
 
+@pytest.fixture
+def x(device):
+    return torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+
+
 def mlp():
     return nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64, bias=False))
 
 
-def convert(make, recipe, persistent=False):
+def convert(x, make, recipe, persistent=False):
     torch.manual_seed(0)
-    return ht.quantize_(nn.ModuleList([make()]).bfloat16(), recipe, persistent=persistent)[0]
+    return ht.quantize_(nn.ModuleList([make()]).to(x), recipe, persistent=persistent)[0]
 
 
 MODELS = [mlp, lambda: Transposed(64, 128), lambda: Part(64, 128), Of, Experts, Mixture]
@@ -81,9 +84,10 @@ MODELS = [mlp, lambda: Transposed(64, 128), lambda: Part(64, 128), Of, Experts, 
         *in_turn([*MODELS, Tied], RECIPES[1:], [True], [False, True]),  # the first has no faces
     ],
 )
-def test_a_program_is_the_model_and_raises_in_backward(make, recipe, persistent, strict):
-    net = convert(make, recipe, persistent)
-    inputs = (X, ENDS) if make is Experts else (X,)
+def test_a_program_is_the_model_and_raises_in_backward(x, make, recipe, persistent, strict):
+    net = convert(x, make, recipe, persistent)
+    ends = torch.tensor([8, 16, 16, 32], dtype=torch.int32, device=x.device)
+    inputs = (x, ends) if make is Experts else (x,)
     program = torch.export.export(net, inputs, strict=strict).module()
     out = program(*inputs)
     assert torch.equal(out, net(*inputs))
@@ -91,87 +95,87 @@ def test_a_program_is_the_model_and_raises_in_backward(make, recipe, persistent,
         out.float().sum().backward()
 
 
-def test_an_embedding_by_the_weight_of_a_layer_has_its_gradient():
-    net = convert(Tied, "fp8")
-    for module in (net, torch.export.export(net, (X,)).module()):
-        module(X).sum().backward()
+def test_an_embedding_by_the_weight_of_a_layer_has_its_gradient(x):
+    net = convert(x, Tied, "fp8")
+    for module in (net, torch.export.export(net, (x,)).module()):
+        module(x).sum().backward()
     assert torch.equal(net.embed.weight.grad, module.embed.weight.grad)
     assert net.embed.weight.grad.any()
 
 
 @pytest.mark.parametrize("with_gradients", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_an_input_that_requires_a_gradient_is_enough(recipe, with_gradients):
-    net = convert(mlp, recipe).requires_grad_(False)
+def test_an_input_that_requires_a_gradient_is_enough(x, recipe, with_gradients):
+    net = convert(x, mlp, recipe).requires_grad_(False)
     with torch.set_grad_enabled(with_gradients):
-        program = torch.export.export(net, (X,)).module()
-    assert not program(X).requires_grad
-    x = X.clone().requires_grad_()
+        program = torch.export.export(net, (x,)).module()
+    assert not program(x).requires_grad
+    trained = x.clone().requires_grad_()
     with torch.no_grad():
-        assert not program(x).requires_grad
+        assert not program(trained).requires_grad
     with torch.inference_mode():
-        assert torch.equal(program(x), net(X))
+        assert torch.equal(program(trained), net(x))
     with pytest.raises(NotImplementedError, match=REASON):
-        program(x).sum().backward()
+        program(trained).sum().backward()
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_compiled_program_runs_and_raises_in_backward(recipe, backend):
-    net = convert(mlp, recipe)
-    compiled = torch.compile(torch.export.export(net, (X,)).module(), backend=backend)
+def test_a_compiled_program_runs_and_raises_in_backward(x, recipe, backend):
+    net = convert(x, mlp, recipe)
+    compiled = torch.compile(torch.export.export(net, (x,)).module(), backend=backend)
     with torch.no_grad():
-        assert torch.equal(compiled(X), net(X))
-    out = compiled(X)
-    assert torch.equal(out, net(X))
+        assert torch.equal(compiled(x), net(x))
+    out = compiled(x)
+    assert torch.equal(out, net(x))
     with pytest.raises(NotImplementedError, match=REASON):
         out.sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning", "ignore:The given buffer:UserWarning")  # torch's own
 @pytest.mark.parametrize(("recipe", "persistent"), [("bf16", False), ("fp8", False), ("fp8", True)])
-def test_saved_and_decomposed_programs(recipe, persistent):
-    net = convert(mlp, recipe, persistent)
-    program, file = torch.export.export(net, (X,)), io.BytesIO()
+def test_saved_and_decomposed_programs(x, recipe, persistent):
+    net = convert(x, mlp, recipe, persistent)
+    program, file = torch.export.export(net, (x,)), io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)
     for other in (torch.export.load(file), program.run_decompositions({})):
-        out = other.module()(X)
-        assert torch.equal(out, net(X))
+        out = other.module()(x)
+        assert torch.equal(out, net(x))
         with pytest.raises(NotImplementedError, match=REASON):
             out.sum().backward()
 
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("recipe", ["fp8", "fp8_block", "mxfp8"])
-def test_any_number_of_tokens(recipe, strict):
-    net = convert(mlp, recipe)
+def test_any_number_of_tokens(x, recipe, strict):
+    net = convert(x, mlp, recipe)
     shapes = ({0: Dim("tokens", min=2, max=64)},)
-    program = torch.export.export(net, (X,), dynamic_shapes=shapes, strict=strict).module()
+    program = torch.export.export(net, (x,), dynamic_shapes=shapes, strict=strict).module()
     for tokens in (32, 17):
-        assert torch.equal(program(X[:tokens]), net(X[:tokens]))
+        assert torch.equal(program(x[:tokens]), net(x[:tokens]))
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8"])
-def test_a_parametrized_layer_is_refused(recipe):
-    net = convert(mlp, recipe)
+def test_a_parametrized_layer_is_refused(x, recipe):
+    net = convert(x, mlp, recipe)
     nn.utils.parametrizations.weight_norm(net[0])
     message = r"torch\.export: another tensor is at the weight of layer 0\.0, such as"
     with pytest.raises(NotImplementedError, match=message):
-        torch.export.export(net, (X,), strict=False)
+        torch.export.export(net, (x,), strict=False)
     plain = ht.plain_(copy.deepcopy(net))
-    assert torch.equal(torch.export.export(plain, (X,)).module()(X), plain(X))
+    assert torch.equal(torch.export.export(plain, (x,)).module()(x), plain(x))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch's tracer, about its own trees
-def test_stages_that_torch_traces_hold_the_forward_only(recipe):
+def test_stages_that_torch_traces_hold_the_forward_only(x, recipe):
     """``docs/pipeline.md`` says so: they are exported programs, which cannot be moved or trained."""
-    model = ht.quantize_(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16(), recipe)
-    traced = pipeline(model, (X,), split_spec={"1": SplitPoint.BEGINNING})
+    model = ht.quantize_(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(x), recipe)
+    traced = pipeline(model, (x,), split_spec={"1": SplitPoint.BEGINNING})
     stages = [traced.get_stage_module(index) for index in range(2)]
-    y = stages[1](stages[0](X))
-    assert torch.equal(y, model(X))
+    y = stages[1](stages[0](x))
+    assert torch.equal(y, model(x))
     with pytest.raises(NotImplementedError, match=REASON):
         y.sum().backward()
     with pytest.raises(RuntimeError, match="Couldn't swap"):

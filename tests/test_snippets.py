@@ -63,16 +63,18 @@ def plain(tmp_path):
 
 
 def several_gpus(tmp_path):
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "cp", "tp"))
+    tokens, labels = torch.randn(2, 2, 32, 64)
     torch_s = {
         "fully_shard": fully_shard,
         "parallelize_module": parallelize_module,
         "SequenceParallel": SequenceParallel,
         "Shard": Shard,
         "Replicate": Replicate,
+        "loss_fn": nn.functional.mse_loss,
     }
     plan = {"blocks.0": ht.distributed.ColwiseParallel(), "blocks.1": ht.distributed.RowwiseParallel()}
-    return {"model": Blocks(), "mesh": mesh, "plan": plan, **torch_s}
+    return {"model": Blocks(), "mesh": mesh, "plan": plan, "tokens": tokens, "labels": labels, **torch_s}
 
 
 def experts(tmp_path):

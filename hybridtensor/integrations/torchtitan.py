@@ -138,5 +138,5 @@ def _name_ranks(part: nn.Module, parallel_dims: ParallelDims) -> None:
     folded = parallel_dims.spmd_backend == "partial_dtensor"
     batch = ("dp_replicate", "fsdp") if folded else ("dp_replicate", "dp_shard", "cp")
     mesh = parallel_dims.get_activated_mesh([*batch, "tp"])
-    names = tuple(name for name in mesh.mesh_dim_names if name != "tp")
+    names = tuple(name for name in mesh.mesh_dim_names if name not in ("cp", "tp"))
     set_mesh_(part, mesh, dp=names)

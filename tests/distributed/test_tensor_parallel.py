@@ -437,13 +437,17 @@ def meshes(rank):
     three = init_device_mesh(here(), (2, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     ht.set_mesh_(model, three, dp=("dp_replicate", "dp_shard"))
     assert model.up.quantization_state.ranks.batch == rank // 2
+    context = init_device_mesh(here(), (2, 2), mesh_dim_names=("cp", "dp"))
+    ht.set_mesh_(model, context)
+    assert model.up.quantization_state.ranks.batch == (0, 2, 1, 3)[rank]
+    assert model.up.quantization_state.ranks.groups == tuple(map(context.get_group, ("dp", "cp")))
     experts = init_device_mesh(here(), (2, 2), mesh_dim_names=("pp", "ep"))
     ht.set_mesh_(model, experts)
     assert model.up.quantization_state.ranks.batch == rank % 2
     assert copy.deepcopy(model).up.quantization_state.ranks is model.up.quantization_state.ranks
     wrong = {
         "dimensions of the mesh are required as dp, got 'data'": {"dp": "data"},
-        "each for one thing, are required as dp, tp, ep and pp": {"dp": "tp"},
+        "each for one thing, are required as dp, cp, tp, ep, pp, got": {"dp": "tp"},
         "dimensions of the mesh are required as tp, got .'tp', 'x'.": {"tp": ("tp", "x")},
     }
     for told, options in wrong.items():
