@@ -37,8 +37,7 @@ from hybridtensor.linear.operands import Weight
 from hybridtensor.linear.sharing import share_between_layers_of
 from hybridtensor.linear.tensor_parallel import section_of
 from hybridtensor.linear.weight_buckets import bucket_weights
-from hybridtensor.masters import high_precision_values
-from hybridtensor.optim import watch_plain_optimizers
+from hybridtensor.masters import high_precision_values, watch_plain_optimizers
 from hybridtensor.ranks import patience, require_alike
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.selection import (

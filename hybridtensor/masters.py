@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from hybridtensor.dtensor import local
+from hybridtensor.ops.library import is_traced
 from hybridtensor.ranks import PATIENCE, Ranks, patience
 from hybridtensor.subclasses import HybridTensor, MasterWeight
+from hybridtensor.subclasses.op_table import of_layers
 
 T = TypeVar("T")
 
@@ -48,6 +53,20 @@ def set_master(parameter: Tensor, master: Tensor, *, follows: bool, loaded: bool
     part.record.values.set_master(local(master), follows=follows, loaded=loaded)
 
 
+def warn_of_rounded(parameters: Iterable[Tensor]) -> None:
+    """Warn if faces alone were written into parameters since the last step: masters are rounded to them."""
+    parts = [persistent_part(parameter) for parameter in parameters]
+    rounded = [part for part in parts if part.high_precision.rounded]
+    if rounded:
+        warnings.warn(
+            f"MasterWeights.step: faces alone, as copies of persistent weights hold, were written into those"
+            f"{of_layers(rounded)}, whose masters are rounded to them now; keep copies of optimizer.masters() instead, "
+            "or load the optimizer's state after the model's",
+            UserWarning,
+            stacklevel=4,  # below torch's wrapper of steps
+        )
+
+
 def raising_everywhere(closure: Callable[[], T], parameters: Iterable[Tensor]) -> Callable[[], T]:
     """Wrap a closure so that an error of one rank is raised on all that hold parts of the parameters.
 
@@ -64,3 +83,35 @@ def raising_everywhere(closure: Callable[[], T], parameters: Iterable[Tensor]) -
     for group in dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups()):
         evaluate = functools.partial(Ranks("MasterWeights.step", group, PATIENCE).each, evaluate)
     return evaluate
+
+
+_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_hooks: list[object] = []
+
+
+def watch_plain_optimizers() -> None:
+    """Warn at an optimizer's first step if it steps persistent weights in a narrow dtype, which rounds small updates
+    away."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_warn_of_narrow_values))
+
+
+def _warn_of_narrow_values(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    if is_traced() or optimizer in _seen:
+        return
+    _seen.add(optimizer)
+    parts = [
+        local(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+    ]
+    values = [part.record.values for part in parts if isinstance(part, HybridTensor)]
+    dtypes = {v.original.dtype for v in values if v is not None and v.original is not None}
+    narrow = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.itemsize < 4)
+    if narrow:
+        name = type(optimizer).__name__
+        warnings.warn(
+            f"{name} steps persistent weights whose values are {' and '.join(narrow)}, in which small updates are "
+            f"rounded away; use hybridtensor.optim.MasterWeights(torch.optim.{name}, ...), or convert the model "
+            "in float32",
+            UserWarning,
+            stacklevel=2,
+        )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-import warnings
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import ParamsT, StateDict, register_optimizer_step_post_hook
+from torch.optim.optimizer import ParamsT, StateDict
 
 from hybridtensor.arguments import require_function, require_items, require_kind, wrong
 from hybridtensor.dtensor import local, with_local
@@ -21,8 +19,8 @@ from hybridtensor.masters import (
     persistent_part,
     raising_everywhere,
     set_master,
+    warn_of_rounded,
 )
-from hybridtensor.ops.library import is_traced
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.high_precision import values_in
 from hybridtensor.subclasses.quantizing import refresh_all_
@@ -170,6 +168,7 @@ class MasterWeights(torch.optim.Optimizer):
         """
         require_function("MasterWeights.step", "closure", closure)
         self._follow_parameters()
+        warn_of_rounded(parameter for parameter, _ in self._pairs)
         evaluate = () if closure is None else (self._following(closure),)
         if not evaluate:
             self._take_gradients()
@@ -366,35 +365,3 @@ def _checked_group(who: str, group: object) -> dict[str, Any]:
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ValueError(f"{who}: each parameter once is required, got one twice; drop one of both")
     return {**group, "params": params}
-
-
-_seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_hooks: list[object] = []
-
-
-def watch_plain_optimizers() -> None:
-    """Warn at an optimizer's first step if it steps persistent weights in a narrow dtype, which rounds small updates
-    away."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_post_hook(_warn_of_narrow_values))
-
-
-def _warn_of_narrow_values(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    if is_traced() or optimizer in _seen or isinstance(optimizer, MasterWeights):
-        return
-    _seen.add(optimizer)
-    parts = [
-        local(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-    ]
-    values = [part.record.values for part in parts if isinstance(part, HybridTensor)]
-    dtypes = {v.original.dtype for v in values if v is not None and v.original is not None}
-    narrow = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.itemsize < 4)
-    if narrow:
-        name = type(optimizer).__name__
-        warnings.warn(
-            f"{name} steps persistent weights whose values are {' and '.join(narrow)}, in which small updates are "
-            f"rounded away; use hybridtensor.optim.MasterWeights(torch.optim.{name}, ...), or convert the model "
-            "in float32",
-            UserWarning,
-            stacklevel=2,
-        )

@@ -30,6 +30,7 @@ class HighPrecisionValues:
     Attributes:
         original: The same, until an optimizer takes it; or None.
         loaded: Whether the master was loaded and not stepped since: faces that are loaded too are those it gave.
+        rounded: Whether faces alone, as copies of the weight hold, were written into the master since its last step.
     """
 
     # This object learns of every write. Version counters, compared at the next step, would say that there was a
@@ -42,11 +43,12 @@ class HighPrecisionValues:
         "_owned",
         "loaded",
         "original",
+        "rounded",
     )
 
     def __init__(self, original: Tensor | None = None, follows: bool = False) -> None:
         self.original, self._follows = original, follows
-        self._owned = self.loaded = False
+        self._owned = self.loaded = self.rounded = False
         self._master: weakref.ref[Tensor] | None = None
         self._former: weakref.ref[Tensor] | None = (
             None  # master of what this was copied from, until a write
@@ -102,7 +104,7 @@ class HighPrecisionValues:
         made.register()
         return made
 
-    def replaced(self, values: Tensor, *, follows: bool) -> HighPrecisionValues:
+    def replaced(self, values: Tensor, *, follows: bool, rounded: bool) -> HighPrecisionValues:
         """Return the values of a weight replaced by others; the master is updated, or RuntimeError if its shape
         differs."""
         master = None if self._master is None else self._master()
@@ -116,7 +118,7 @@ class HighPrecisionValues:
             )
         made = self.moved()
         made._take(values, whole, follows=follows)
-        made.loaded = False
+        made.loaded, made.rounded = False, rounded
         return made
 
     def __reduce__(self) -> tuple[type[HighPrecisionValues], tuple[Tensor | None, bool]]:
@@ -129,7 +131,7 @@ class HighPrecisionValues:
         """Let ``master`` hold the values while its optimizer lives, and release the original."""
         self.release_original()
         self._master, self._former = weakref.ref(master), None
-        self._follows, self.loaded = follows, loaded
+        self._follows, self.loaded, self.rounded = follows, loaded, False
         self.register()
 
     def register(self) -> None:
@@ -183,6 +185,7 @@ class HighPrecisionValues:
             self._take(None, view, follows=False)
         elif known is None:
             self._take(dequantize(), view, follows=False)
+            self.rounded = self._master is not None
         else:
             self._take(known[0], view, follows=known[1])
 
