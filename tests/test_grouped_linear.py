@@ -682,6 +682,9 @@ def test_what_experts_cannot_do():
         torch._grouped_mm(model.w1, operands()[0].view(EXPERTS, -1, K).transpose(-2, -1))
     with pytest.raises(NotImplementedError, match=r"F\.grouped_mm for experts"):
         torch.einsum("tk,enk->ten", operands()[0], model.w1)
+    for tokens in (torch.ones(2, EXPERTS, 5, K), torch.ones(2, 5, K)):
+        with pytest.raises(ValueError, match=r"tokens \[E, T, K\] for weights \(.*\) of layer w1 are required"):
+            tokens.bfloat16() @ model.w1.transpose(-2, -1)
     with pytest.raises(ValueError, match="a multiple of 32 along the contraction axis"):
         ht.quantize_(Experts(hidden=72), "mxfp8")
     weight = ht.quantize_(Experts().bfloat16(), "mxfp8", persistent=True).w1.detach()

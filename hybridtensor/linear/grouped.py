@@ -20,6 +20,7 @@ from hybridtensor.ops.library import autocasts, is_traced
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import ROLES, layer_of
 from hybridtensor.subclasses import HybridTensor
+from hybridtensor.subclasses.op_table import of_layers
 
 # Padded rows of a group: 16 for a native sum over tokens, 32 for whole sectors of memory in columnwise faces (0.42 ms
 # instead of 0.50 for 32768 x 7168; 64 and 128 gain nothing more)
@@ -85,7 +86,8 @@ def _check(input: Tensor, weight: Weight, ends: Tensor) -> None:
     if input.dim() != 2 or weight.dim() != 3 or input.shape[1] != weight.shape[2]:
         raise ValueError(
             f"grouped_mm: tokens [T, K] and weights [E, N, K] are required, got {tuple(input.shape)} and "
-            f"{tuple(weight.shape)} (as F.linear takes them); sort tokens by expert, see quantize_'s transposed"
+            f"{tuple(weight.shape)}{of_layers((weight,))} (as F.linear takes them); sort tokens by expert, see "
+            "quantize_'s transposed"
         )
     if ends.dtype != torch.int32 or ends.dim() != 1 or not _are(ends.shape[0], weight.shape[0]):
         raise ValueError(
@@ -157,7 +159,8 @@ def batched_linear(input: Tensor, weight: Weight) -> Tensor:
     """Return ``[E, T, N]`` of tokens ``[E, T, K]``, equally many per expert; see ``grouped_linear``."""
     if input.dim() != 3 or input.shape[0] != weight.shape[0]:
         raise ValueError(
-            f"grouped_mm: tokens [E, T, K] for weights {tuple(weight.shape)} are required, got {tuple(input.shape)}"
+            f"grouped_mm: tokens [E, T, K] for weights {tuple(weight.shape)}{of_layers((weight,))} are required, got "
+            f"{tuple(input.shape)}; reshape them, or leave the layer out of quantize_ (keep_bf16)"
         )
     count, rows, features = input.shape
     ends = torch.arange(1, count + 1, dtype=torch.int32, device=input.device) * rows
