@@ -154,10 +154,15 @@ def require_file(who: str, path: object) -> Path:
     return wanted
 
 
-def require_memory(who: str, name: str, tensor: Tensor) -> None:
-    """Raise ValueError for a tensor, called ``name``, on the meta device, or of a lazy layer that never ran."""
+def require_shape(who: str, name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a tensor, called ``name``, of a lazy layer that never ran."""
     if nn.parameter.is_lazy(tensor):
         raise ValueError(f"{who}: {name} is of a lazy layer that never ran; run the model once")
+
+
+def require_memory(who: str, name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a tensor, called ``name``, on the meta device, or of a lazy layer that never ran."""
+    require_shape(who, name, tensor)
     if tensor.is_meta:
         raise ValueError(
             f"{who}: {name} is on the meta device, without values; call to_empty and load them first"

@@ -146,6 +146,8 @@ class Layer(NamedTuple):
 
     def _gates_values(self) -> bool:
         """Return whether a gate belongs to an MLP or attention; a router's is narrow, with one output per expert."""
+        if nn.parameter.is_lazy(self.weight):  # whose size nobody knows: it is refused, not skipped
+            return True
         outputs, inputs = self.size(tuple(self.weight.shape))
         return self.is_stack or outputs >= inputs
 
@@ -217,7 +219,7 @@ def weights_of_absent_layers(model: nn.Module, layers: list[Layer]) -> Iterator[
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's own parameters, and tensors that its parametrizations compute, by name."""
     for name, parameter in module._parameters.items():
-        if parameter is not None:
+        if parameter is not None and not nn.parameter.is_lazy(parameter):
             yield name, parameter
     if parametrize.is_parametrized(module):
         for name, _ in module.get_submodule("parametrizations").named_children():

@@ -289,7 +289,7 @@ def coverage(model: nn.Module) -> Coverage:
     for path, holder in model.named_modules():
         owner, module = parametrized.get(holder, (path, holder))
         for name, parameter in holder._parameters.items():
-            if parameter is None:
+            if parameter is None or nn.parameter.is_lazy(parameter):  # the latter has no size yet
                 continue
             sizes[id(parameter)] = parameter.numel()
             lookup = isinstance(module, (nn.Embedding, nn.EmbeddingBag))

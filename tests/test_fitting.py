@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import hybridtensor as ht
+from hybridtensor.distributed import checkpoint
 
 
 def classifier():
@@ -85,5 +86,25 @@ def test_a_lazy_layer_is_run_first():
     model = nn.Sequential(nn.LazyLinear(64))
     with pytest.raises(TypeError, match=r"layer 0: its weight is not initialized.*; run the model once"):
         ht.quantize_(model, "fp8")
+    for name in ("gate", "up"):
+        with pytest.raises(TypeError, match=rf"layer {name}: its weight is not initialized.*; run the model once"):
+            ht.quantize_(nn.ModuleDict({name: nn.LazyLinear(64)}), "fp8")
     model(torch.ones(16, 64))
     assert isinstance(ht.quantize_(model, "fp8")[0].weight, ht.MasterWeight)
+
+
+def test_a_lazy_layer_that_is_left_out(tmp_path):
+    """``quantize_`` raised torch's error for it once everything was converted."""
+    model = ht.quantize_(nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(64)), "fp8", keep_bf16=["1"])
+    assert isinstance(model[0].weight, ht.MasterWeight)
+    assert dict(ht.explain(model).skipped) == {"1": "not converted"}
+    for who, call in {
+        "checkpoint": lambda: checkpoint.save(tmp_path, 1, {"model": model}),
+        "mismatch": lambda: ht.mismatch(model, torch.ones(16, 64)),
+        "export_pretrained": lambda: ht.export_pretrained(model, tmp_path / "out"),
+        "inference_tensors": lambda: ht.inference_tensors(model),
+        "inference_config": lambda: ht.inference_config(model),
+    }.items():
+        with pytest.raises(ValueError, match=rf"^{who}: .*1\.weight is of a lazy layer that never ran; run the model"):
+            call()
+    assert not list(tmp_path.iterdir())

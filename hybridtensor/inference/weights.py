@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
+from hybridtensor.arguments import require_shape
 from hybridtensor.distributed.checkpoint.plain import named_buffers, named_parameters
 from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.distributed.fsdp.planning import plan_of
@@ -274,6 +275,7 @@ def _of(
     who: str, name: str, value: Tensor, layer: Layer | None, managed: dict[int, ShardedParam]
 ) -> Exported:
     """Return a parameter as it is exported, its layout still to be chosen."""
+    require_shape(who, name, value)
     part = part_of(value)
     if layer is None or not is_converted(part) or is_of_no_layer(part):
         return Exported(name, value)

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
+from hybridtensor.arguments import require_shape
 from hybridtensor.distributed.checkpoint.optimizers import NamedOptimizer
 from hybridtensor.distributed.checkpoint.plain import (
     StateDict,
     common_to_parts,
+    named_buffers,
     named_parameters,
 )
 from hybridtensor.distributed.checkpoint.planners import Opaque
@@ -44,7 +46,8 @@ class Entries:
 
     Raises:
         TypeError: If ``state`` is not a dictionary with string keys.
-        ValueError: If it is empty, a name has a dot, or an optimizer steps parameters of no module in it.
+        ValueError: If it is empty, a name has a dot, or an optimizer steps parameters of no module in it, or a
+            lazy layer never ran.
     """
 
     def __init__(self, state: StateDict) -> None:
@@ -62,6 +65,9 @@ class Entries:
         self.state = state
         self.kinds = {name: _kind(value) for name, value in state.items()}
         self.modules = {name: state[name] for name, kind in self.kinds.items() if kind == "module"}
+        for entry, module in self.modules.items():
+            for name, tensor in (*named_parameters(module), *named_buffers(module)):
+                require_shape("checkpoint", f"{entry}.{name}", tensor)
         self.values = {name: get_model_state_dict(module) for name, module in self.modules.items()}
         self.parameters = {
             name: dict(named_parameters(module)) for name, module in self.modules.items()
