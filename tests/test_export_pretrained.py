@@ -423,8 +423,14 @@ class TestWhatIsDoubtful:
     def test_exports_of_models_without_memory(self, tmp_path):
         model = ht.quantize_(nn.Linear(128, 128, device="meta"), "fp8_block")
         assert ht.inference_config(model)
-        with pytest.raises(ValueError, match=r"^inference_tensors: weight is on the meta device, .*to_empty"):
+        with pytest.raises(ValueError, match=r"^export_pretrained: weight is on the meta device, .*to_empty"):
             ht.export_pretrained(model, tmp_path / "a")
+        assert not list(tmp_path.iterdir())
+
+    def test_layouts_that_do_not_fit(self, tmp_path):
+        model = ht.quantize_(nn.Sequential(nn.Linear(64, 64)), "mxfp8")
+        with pytest.raises(ValueError, match=r"^export_pretrained: 0\.weight.*hf_fp8"):
+            ht.export_pretrained(model, tmp_path / "a", "hf_fp8")
         assert not list(tmp_path.iterdir())
 
     def test_models_without_memory(self, tmp_path):

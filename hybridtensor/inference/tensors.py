@@ -85,25 +85,45 @@ def inference_tensors(
             ranks differ. Everywhere, before anything is sent, but for MXFP4 exponents that NVFP4 cannot hold.
         RuntimeError: If a rank is gone; on every rank.
     """
-    require_module(_WHO, model)
-    require_timeout(_WHO, timeout)
-    mine = ranks == "all" or is_first_rank(_WHO, model)
-    given: dict[str, Any] = {"layout": layout, "experts": experts, "dtype": dtype}
-    given |= {"bucket_bytes": bucket_bytes, "ranks": ranks, "static_inputs": static_inputs}
-    names, found = together(_WHO, model, timeout)(lambda: _read(_WHO, model, **given))
-    everyone = _agreed(model, timeout, given, found)
-    stacks = _stacks_to_split(found)
-    pack = functools.partial(_packed, names=names, stacks=stacks, static_inputs=static_inputs)
-    return _named(found, pack, dtype, bucket_bytes, ranks == "first", mine, everyone)
+    return tensors_for(
+        _WHO, model, timeout, layout=layout, experts=experts, dtype=dtype,
+        bucket_bytes=bucket_bytes, ranks=ranks, static_inputs=static_inputs,
+    )  # fmt: skip
+
+
+def tensors_for(
+    who: str, model: nn.Module, timeout: datetime.timedelta, *, ranks: str, **given: Any
+) -> Iterator[tuple[str, Tensor]]:
+    """Iterate as ``inference_tensors`` does, with all its arguments; ``who`` begins messages."""
+    require_module(who, model)
+    require_timeout(who, timeout)
+    mine = ranks == "all" or is_first_rank(who, model)
+    given["ranks"] = ranks
+    names, found = together(who, model, timeout)(lambda: _read(who, model, **given))
+    everyone = _agreed(who, model, timeout, given, found)
+    pack = functools.partial(
+        _packed,
+        who,
+        names=names,
+        stacks=_stacks_to_split(found),
+        static_inputs=given["static_inputs"],
+    )
+    return _named(
+        who, found, pack, given["dtype"], given["bucket_bytes"], ranks == "first", mine, everyone
+    )
 
 
 def _agreed(
-    model: nn.Module, timeout: datetime.timedelta, given: dict[str, object], found: list[Exported]
+    who: str,
+    model: nn.Module,
+    timeout: datetime.timedelta,
+    given: dict[str, object],
+    found: list[Exported],
 ) -> Ranks | None:
     """Return the ranks of a sharded model, which were given and found the same; None for one process."""
     if not is_sharded(model):
         return None
-    everyone = Ranks(_WHO, None, timeout)
+    everyone = Ranks(who, None, timeout)
     known = {name: str(value) for name, value in (*given.items(), ("timeout", timeout))}
     check_arguments(everyone, **known, weights=_digest(found))
     return everyone
@@ -150,6 +170,7 @@ def _digest(found: list[Exported]) -> str:
 
 
 def _named(
+    who: str,
     found: list[Exported],
     pack: Callable[[Exported, Face | Tensor], Iterator[tuple[str, Tensor]]],
     dtype: torch.dtype,
@@ -171,7 +192,7 @@ def _named(
                 continue
             try:
                 pairs = list(pack(one, whole))
-                _check_new(one, pairs, seen)
+                _check_new(who, one, pairs, seen)
             except Exception as error:  # other ranks may wait in gathers to come
                 failed = error
                 continue
@@ -180,12 +201,12 @@ def _named(
         raise failed
 
 
-def _check_new(one: Exported, pairs: list[tuple[str, Tensor]], seen: set[str]) -> None:
+def _check_new(who: str, one: Exported, pairs: list[tuple[str, Tensor]], seen: set[str]) -> None:
     """Raise ValueError if a name was there before."""
     for name, _ in pairs:
         if name in seen:
             raise ValueError(
-                f"inference_tensors: one tensor for each name is required, got a second {name!r}, of "
+                f"{who}: one tensor for each name is required, got a second {name!r}, of "
                 f"{one.name}; rename the parameter, or choose experts='stacked'"
             )
         seen.add(name)
@@ -207,7 +228,12 @@ def _buckets(found: list[Exported], dtype: torch.dtype, most: int) -> Iterator[l
 
 
 def _packed(
-    one: Exported, whole: Face | Tensor, names: Names, stacks: set[str], static_inputs: bool
+    who: str,
+    one: Exported,
+    whole: Face | Tensor,
+    names: Names,
+    stacks: set[str],
+    static_inputs: bool,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of what is exported as its layout stores them."""
     if one.layout is None or isinstance(whole, Tensor):
@@ -223,7 +249,7 @@ def _packed(
     try:
         packed = [one.layout.pack(face) for face in faces]
     except ValueError as error:
-        raise ValueError(f"inference_tensors: {one.name}: {error}") from error
+        raise ValueError(f"{who}: {one.name}: {error}") from error
     scales = one.input_scales if static_inputs else None
     for of_one, scale in zip(packed, () if scales is None else scales, strict=False):
         of_one[SUFFIX] = scale.reshape(1)
