@@ -127,7 +127,8 @@ def check_weight(layer: Layer, persistent: bool) -> None:
         )
     if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(
-            f"{where}: its weight is in {weight.dtype}, not bfloat16, float16 or float32; cast the model"
+            f"{where}: its weight is in {weight.dtype}, not bfloat16, float16 or float32; cast it, or leave "
+            "the layer out of quantize_ (keep_bf16)"
         )
     taken = getattr(layer.module, layer.state_name, None)
     if taken is not None and not isinstance(taken, LayerState):

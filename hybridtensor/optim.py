@@ -63,10 +63,10 @@ class MasterWeights(torch.optim.Optimizer):
     def __init__(
         self, optimizer_class: type[torch.optim.Optimizer], params: ParamsT, /, **kwargs: Any
     ) -> None:
-        if not (
-            isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
-        ):
-            raise wrong("MasterWeights", "an Optimizer class", optimizer_class)
+        kind = optimizer_class if isinstance(optimizer_class, type) else object
+        if not issubclass(kind, torch.optim.Optimizer) or issubclass(kind, MasterWeights):
+            advice = "pass the class that steps the masters, such as torch.optim.AdamW"
+            raise wrong("MasterWeights", "an Optimizer class", optimizer_class, advice)
         given = require_items("MasterWeights", "what model.parameters() gives", params)
         if given and not isinstance(given[0], dict):
             given = [{"params": given}]

@@ -242,6 +242,8 @@ def test_bad_input():
         MasterWeights(OneGroupEach, model().parameters())
     with pytest.raises(TypeError, match="an Optimizer class is required, got 'AdamW'"):
         MasterWeights("AdamW", ours.parameters())
+    with pytest.raises(TypeError, match=r"^MasterWeights: an Optimizer class is required, got .*MasterWeights'>; pass"):
+        MasterWeights(MasterWeights, ours.parameters())
     for given in (ours, [ours]):
         with pytest.raises(TypeError, match=r"^MasterWeights: a parameter is required, got .*; pass model\.parameters"):
             MasterWeights(torch.optim.SGD, given)

@@ -135,8 +135,8 @@ TypeError: quantize_: keep_bf16 is a list of names, got the string 'up'; put it 
 ValueError: quantize_: keep_bf16 must name a layer, got 'sideways'; layers to convert are: up, down
 ValueError: quantize_: layer <root>, input: the rowwise face in mxfp8_e4m3 needs a multiple of 32 along the
   contraction axis, got 48 of [0, 48]; pad the tensor, or use another format for this product
-TypeError: quantize_: layer up: its weight is in torch.float64, not bfloat16, float16 or float32; cast the
-  model
+TypeError: quantize_: layer up: its weight is in torch.float64, not bfloat16, float16 or float32; cast it, or
+  leave the layer out of quantize_ (keep_bf16)
 ValueError: quantize_: layer up: the weight is persistent and has no high-precision value; pass
   persistent=True
 TypeError: quantizer factory: a quantizer is required, NoQuantizer() returned None for

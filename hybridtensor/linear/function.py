@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
 
 from hybridtensor.arguments import require_kind, require_tensor, wrong
 from hybridtensor.linear.exported import as_exported, without_gradient
@@ -339,6 +340,11 @@ def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtyp
     """Raise if operands do not match; ``dtype`` is the required one, None under autocast."""
     if not isinstance(input, Tensor) or input.layout is not torch.strided or input.is_nested:
         require_tensor("linear: input", input)
+    if isinstance(input, DTensor):
+        raise TypeError(
+            f"linear: the input is a DTensor, and the weight of {layer_of(weight.record.layer)} is none; call "
+            "parallelize_module for the layer, or pass input.to_local()"
+        )
     if not input.is_floating_point():
         raise TypeError(f"linear: a floating-point input is required, got {input.dtype}; cast it")
     shape, of_weight = input.shape, weight.shape

@@ -146,3 +146,13 @@ def test_without_proc(tmp_path, monkeypatch):
     time.sleep(0.01)
     save(tmp_path, 3)
     assert not left.exists()
+
+
+@pytest.mark.parametrize("inside", ["", "run"])
+def test_a_file_is_no_folder(tmp_path, inside):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ValueError, match=r"^checkpoint\.save: a folder is required .*, where .*/file is a file; name an"
+    ):
+        save(tmp_path / "file" / inside, 1)
+    assert names(tmp_path) == ["file"]

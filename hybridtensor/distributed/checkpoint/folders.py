@@ -25,8 +25,14 @@ def new_folder(who: str, root: Path, step: int, overwrite: bool) -> Path:
     """Create the hidden folder that a step is written into, and remove leftovers of crashes.
 
     Raises:
-        ValueError: If the step exists and is intact, unless ``overwrite``; ``who`` begins the message.
+        ValueError: If the step exists and is intact, unless ``overwrite``, or ``root`` can be no folder; ``who`` begins
+            the message.
     """
+    file = next((one for one in (root, *root.parents) if one.is_file()), None)
+    if file is not None:
+        raise ValueError(
+            f"{who}: a folder is required as directory, got {root}, where {file} is a file; name another"
+        )
     if not root.is_dir():
         root.mkdir(parents=True, exist_ok=True)
         sync_folder(root.parent)
