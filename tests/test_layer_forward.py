@@ -423,6 +423,16 @@ def test_a_parametrized_layer_counts_as_quantized(caplog):
     assert "1.parametrizations.weight.original1" in left
 
 
+def test_weight_norm_of_a_persistent_weight_is_refused():
+    """torch took the error of the norm for a parametrization without an inverse, and failed later."""
+    model = ht.quantize_(nn.Sequential(nn.Linear(64, 64)), "fp8", persistent=True)
+    with pytest.raises(
+        TypeError, match=r"^weight_norm: a weight in high precision .* layer 0 that is persistent; call"
+    ):
+        parametrizations.weight_norm(model[0])
+    assert list(dict(model.named_parameters())) == ["0.weight", "0.bias"]
+
+
 # -- a layer's forward, which is the layer's own: copied, pickled, and under and over those of others
 
 

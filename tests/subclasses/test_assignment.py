@@ -444,7 +444,7 @@ def test_persistent_weights_are_not_joined():
     """DistributedDataParallel joins parameters, sends them, and writes the parts back."""
     data = layer(persistent=True).weight.data
     for join in (torch.cat, torch.stack):
-        told = r"HybridTensor of layer layer: aten\.\w+\.default is not an operation of this class; call dequantize"
+        told = r"HybridTensor of layer layer: aten\.\w+\.default would join persistent weights, .*; use fully_shard"
         with pytest.raises(NotImplementedError, match=told):
             join([data, data])
 

@@ -109,7 +109,8 @@ def test_every_operator_of_the_table_has_a_case_here(cls):
     fills = FILLS if cls is not Leaf else set()
     writes = {*operators.WRITES_OF_WEIGHTS, *operators.COLLECTIVES, aten.set_data.default}
     exported = torch.ops.hybridtensor.without_gradient.default
-    weights = writes | {*operators.READS_OF_WEIGHTS, *FUNCTIONAL, *REFUSED, exported} if cls is HybridTensor else set()
+    of_weights = {*operators.READS_OF_WEIGHTS, *operators.JOINS, *FUNCTIONAL, *REFUSED, exported}
+    weights = writes | of_weights if cls is HybridTensor else set()
     assert set(cls.ops) == COVERED | fills | weights
 
 

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridtensor.ops.face import bytewise
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor
@@ -80,9 +80,21 @@ WRITES_OF_WEIGHTS = [op for op in WRITES if op not in table]
 table.register(*WRITES_OF_WEIGHTS)(_write)
 
 
-# Who joins weights writes the parts back, as DistributedDataParallel does: quantized twice, they change
-_JOINS = (aten.cat.default, aten.stack.default)
-READS_OF_WEIGHTS = [op for op in READS if op not in table and op not in _JOINS]
+JOINS = (aten.cat.default, aten.stack.default)
+
+
+@table.register(*JOINS)
+def _join(func: Func, args: Args, kwargs: Kwargs) -> NoReturn:
+    """Raise NotImplementedError: who joins weights writes the parts back, and quantized twice they change."""
+    if not any(isinstance(leaf, HybridTensor) and leaf.config for leaf in tree_leaves(args)):
+        table.refuse(func, args, kwargs)
+    raise NotImplementedError(
+        f"HybridTensor{of_layers(args)}: {func} would join persistent weights, as DistributedDataParallel does before "
+        "it writes them; use fully_shard in its place, or call quantize_ without persistent=True"
+    )
+
+
+READS_OF_WEIGHTS = [op for op in READS if op not in table]
 
 
 @table.register(*READS_OF_WEIGHTS)
@@ -95,6 +107,20 @@ def _read(func: Func, args: Args, kwargs: Kwargs) -> object:
 
 
 table.register_elementwise(reading=_read, writing=_write)
+
+
+@HybridTensor.functions.register(torch.norm_except_dim)
+def _norm(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Raise TypeError for ``weight_norm`` of a persistent weight: torch takes a NotImplementedError of a
+    parametrization for one that has no inverse."""
+    weight = args[0]
+    if isinstance(weight, HybridTensor) and isinstance(weight, torch.nn.Parameter):
+        raise TypeError(
+            f"weight_norm: a weight in high precision is required, got one{of_layers(weight)} that is persistent; call "
+            "quantize_ without persistent=True, or leave the layer out of it (keep_bf16)"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 def values_to_read(weight: HybridTensor, func: Func, in_training: bool = False) -> Tensor:
