@@ -3,6 +3,7 @@ itself, and a run that is not watched.
 """
 
 import json
+import linecache
 import warnings
 
 import pytest
@@ -382,6 +383,21 @@ def test_alarms_warn_and_raise():
     with warnings.catch_warnings(), ht.watch(model_of("fp8"), every=1, alarm="warn") as watched:
         warnings.simplefilter("error")
         train(watched.model, 2)
+
+
+def test_alarms_point_to_the_loop():
+    model = model_of("fp8")
+    model.blocks[1].k.weight.data[3, 5] = float("nan")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with ht.watch(model, every=1, alarm="warn") as watched:
+            for end in (optimizer.step, watched.step):
+                model(inputs()).sum().backward()
+                end()
+    assert [(one.filename, linecache.getline(one.filename, one.lineno).strip()) for one in caught] == [
+        (__file__, "end()"), (__file__, 'with ht.watch(model, every=1, alarm="warn") as watched:')
+    ]  # fmt: skip
 
 
 # -- wrong use
