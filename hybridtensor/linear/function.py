@@ -340,11 +340,6 @@ def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtyp
     """Raise if operands do not match; ``dtype`` is the required one, None under autocast."""
     if not isinstance(input, Tensor) or input.layout is not torch.strided or input.is_nested:
         require_tensor("linear: input", input)
-    if isinstance(input, DTensor):
-        raise TypeError(
-            f"linear: the input is a DTensor, and the weight of {layer_of(weight.record.layer)} is none; call "
-            "parallelize_module for the layer, or pass input.to_local()"
-        )
     if not input.is_floating_point():
         raise TypeError(f"linear: a floating-point input is required, got {input.dtype}; cast it")
     shape, of_weight = input.shape, weight.shape
@@ -369,6 +364,11 @@ def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtyp
     for name, operand in (("input", input), ("bias", bias)):
         if operand is None:
             continue
+        if isinstance(operand, DTensor):
+            raise TypeError(
+                f"linear: the {name} is a DTensor, and the weight of {layer_of(state)} is none; call "
+                f"parallelize_module for the layer, or pass {name}.to_local()"
+            )
         if dtype is not None and operand.dtype != dtype:
             raise ValueError(
                 f"linear: one dtype is required, got {name} in {operand.dtype} for a weight in {dtype}; cast one, or "

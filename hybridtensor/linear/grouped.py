@@ -83,6 +83,12 @@ def step_of(config: HybridConfig) -> int:
 def _check(input: Tensor, weight: Weight, ends: Tensor) -> None:
     if not isinstance(input, HybridTensor):
         require_tensor("grouped_mm: input", input)
+    for name, operand in (("tokens", input), ("offsets", ends)):
+        if isinstance(operand, DTensor):
+            raise TypeError(
+                f"grouped_mm: the {name} of {layer_of(weight.record.layer)} are a DTensor, and its weight is none; "
+                f"give the experts hybridtensor.distributed.ExpertParallel, or pass {name}.to_local()"
+            )
     if input.dim() != 2 or weight.dim() != 3 or input.shape[1] != weight.shape[2]:
         raise ValueError(
             f"grouped_mm: tokens [T, K] and weights [E, N, K] are required, got {tuple(input.shape)} and "

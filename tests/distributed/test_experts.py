@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import hybridtensor as ht
 from hybridtensor.distributed import checkpoint
@@ -221,6 +221,10 @@ def on_ranks(rank, recipe):
     y = whole(x, offsets(ends, here()))
     grad = torch.randn(y.shape, generator=generator(5)).bfloat16()
     y.backward(grad)
+    with pytest.raises(
+        TypeError, match=r"grouped_mm: the tokens of layer w1 are a DTensor, and its weight is none; give"
+    ):
+        whole(DTensor.from_local(x, mesh, [Replicate()], run_check=False), offsets(ends, here()))
     first, middle = (0, ends[1]) if rank == 0 else (ends[1], ends[3])
     for order in ("quantize", "distribute"):
         part = copy.deepcopy(plain)

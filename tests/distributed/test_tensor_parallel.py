@@ -692,6 +692,9 @@ def errors(rank):
     whole = ht.quantize_(nn.Sequential(nn.Linear(64, 96)), "mxfp8")
     with pytest.raises(TypeError, match=r"linear: the input is a DTensor, and the weight of layer 0 is none; call par"):
         whole(DTensor.from_local(data(1, dtype=torch.float32), mesh, [Replicate()], run_check=False))
+    whole[0].bias = nn.Parameter(DTensor.from_local(whole[0].bias.detach(), mesh, [Replicate()], run_check=False))
+    with pytest.raises(TypeError, match=r"linear: the bias is a DTensor, and the weight of layer 0 is none; call"):
+        whole(data(1, dtype=torch.float32))
     other = init_device_mesh(here(), (2,), mesh_dim_names=("other",))
     with pytest.raises(ValueError, match="linear: one mesh is required, got input on"):
         model.up.forward(DTensor.from_local(data(1), other, [Replicate()], run_check=False))
