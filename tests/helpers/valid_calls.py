@@ -297,7 +297,7 @@ ROWS = {
         ht.set_data_parallel_group_, {"model": "module", "group": "None"}, model=linear, group=None
     ),
     "set_mesh_": row(
-        meshed, {"model": "module"}, model=linear, mesh="a mesh", dp="dp", tp="tp", ep="ep", pp="pp"
+        meshed, {"model": "module"}, model=linear, mesh="a mesh", dp="dp", cp="cp", tp="tp", ep="ep", pp="pp"
     ),
     "ExpertParallel": row(
         ht.distributed.ExpertParallel, {"ends": "flag"}, dispatch="faces", combine="bf16", gradients="bf16", ends=False
