@@ -154,7 +154,7 @@ def sharded(
     parallel = "ep" in (mesh.mesh_dim_names or ())
     for block in model.blocks if parallel else ():
         parallelize_module(block.mlp.experts, mesh["ep"], ht.distributed.ExpertParallel())
-    if recipe != "bf16" and parallel:
+    if parallel and not recipe.startswith(("bf16", "torchao")):
         ht.set_mesh_(model, mesh)
     wrap(model, model.blocks, mesh["dp"] if parallel else mesh, kind, recipe)
     tokens = torch.randint(size.vocab, batch, device=kind)
