@@ -291,9 +291,11 @@ def test_nvfp4_has_the_values_of_mxfp4(low, high, level, tmp_path):
 @pytest.mark.parametrize(("low", "high"), [(-18, 0), (-125, 0), (120, 124)])
 def test_exponents_that_nvfp4_has_not(low, high):
     model, _ = with_exponents(low, high)
-    said = rf"inference_tensors: 0\.weight: exponents within 17 of each other.* got {low} to {high}; .*'ct_mxfp4'"
-    with pytest.raises(ValueError, match=said):
+    said = rf": 0\.weight: exponents within 17 of each other.* got {low} to {high}; .*'ct_mxfp4'"
+    with pytest.raises(ValueError, match="^inference_tensors" + said):
         list(ht.inference_tensors(model, "ct_nvfp4"))
+    with pytest.raises(ValueError, match="^mismatch" + said):
+        ht.mismatch(model, torch.ones(1, 64), "ct_nvfp4")
 
 
 def test_squares_of_mxfp4_as_nvfp4(tmp_path):

@@ -27,12 +27,12 @@ from hybridtensor.inference.engine_mode import (
     put_weights,
 )
 from hybridtensor.inference.layouts import AUTO, require_layout
-from hybridtensor.inference.tensors import inference_tensors
+from hybridtensor.inference.tensors import BUCKET, tensors_for
 from hybridtensor.inference.weights import Exported, exported
 from hybridtensor.layers import evaluating
 from hybridtensor.plain import plain_
 from hybridtensor.printed import Printed, add_row, named_table
-from hybridtensor.ranks import is_sharded
+from hybridtensor.ranks import TIMEOUT, is_sharded
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -153,7 +153,10 @@ def mismatch(
     found = [one for one in exported(_WHO, model, layout) if one.layout is not None]
     sent = tensors
     if tensors is None:
-        sent = inference_tensors(model, layout, experts="stacked", static_inputs=static_inputs)
+        sent = tensors_for(
+            _WHO, model, TIMEOUT, layout=layout, experts="stacked", dtype=torch.bfloat16,
+            bucket_bytes=BUCKET, ranks="all", static_inputs=static_inputs,
+        )  # fmt: skip
     known = _by_name(sent)
     with evaluating(model):
         ran, trained = _recorded(model, batch, found)
