@@ -317,14 +317,18 @@ def _require_one_derivative(ctx: _Ctx, grad_output: Tensor) -> None:
 def _require_high_precision(products: Backward) -> None:
     """Raise NotImplementedError unless a layer multiplies high precision, of which torch computes several gradients at
     once."""
-    config = products.config
-    quantizers = config.input, config.weight, config.grad_output
-    formats = [fmt for q in quantizers for fmt in (q.rowwise_format, q.columnwise_format)]
-    if not all(fmt.is_identity for fmt in formats):
+    if _quantizes(products.config):
         raise NotImplementedError(
             f"linear: is_grads_batched=True or vmap computes several gradients of {layer_of(products.context.state)} "
             "at once, for which quantized products have no rule; call torch.autograd.grad once for each"
         )
+
+
+def _quantizes(config: HybridConfig) -> bool:
+    """Return whether an operand of a recipe is not in high precision."""
+    quantizers = config.input, config.weight, config.grad_output
+    formats = [fmt for q in quantizers for fmt in (q.rowwise_format, q.columnwise_format)]
+    return not all(fmt.is_identity for fmt in formats)
 
 
 def _require_node(tensor: Tensor, node: fx.Node | None) -> None:
@@ -364,7 +368,7 @@ def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtyp
     for name, operand in (("input", input), ("bias", bias)):
         if operand is None:
             continue
-        if isinstance(operand, DTensor):
+        if isinstance(operand, DTensor) and _quantizes(weight.config or weight.recipe):
             raise TypeError(
                 f"linear: the {name} is a DTensor, and the weight of {layer_of(state)} is none; call "
                 f"parallelize_module for the layer, or pass {name}.to_local()"

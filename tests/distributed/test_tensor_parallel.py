@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -695,6 +696,10 @@ def errors(rank):
     whole[0].bias = nn.Parameter(DTensor.from_local(whole[0].bias.detach(), mesh, [Replicate()], run_check=False))
     with pytest.raises(TypeError, match=r"linear: the bias is a DTensor, and the weight of layer 0 is none; call"):
         whole(data(1, dtype=torch.float32))
+    tokens = DTensor.from_local(data(1, dtype=torch.float32), mesh, [Replicate()], run_check=False)
+    plain = nn.Linear(64, 96, device=here())
+    with implicit_replication():  # torch's own way, which high precision takes
+        assert torch.equal(local(ht.quantize_(copy.deepcopy(plain), "bf16")(tokens)), local(plain(tokens)))
     other = init_device_mesh(here(), (2,), mesh_dim_names=("other",))
     with pytest.raises(ValueError, match="linear: one mesh is required, got input on"):
         model.up.forward(DTensor.from_local(data(1), other, [Replicate()], run_check=False))
