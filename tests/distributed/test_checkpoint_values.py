@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpointing import Held, bits, make, train
 from torch import nn
+from torchao.optim.subclass_8bit import OptimState8bit
 
 import hybridtensor as ht
 from hybridtensor.distributed import checkpoint
@@ -46,6 +47,7 @@ UNREADABLE = {
 UNSTORABLE = {
     "sparse": (torch.eye(2).to_sparse(), "; call to_dense, or leave it out"),
     "jagged": (torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "; call to_padded_tensor, or leave"),
+    "8 bits": (OptimState8bit.zeros((2, 256)), ", whose bytes lie in other tensors; save it by itself with torch.save"),
     "meta": (torch.empty(2, device="meta"), " is on the meta device and has no memory; call to_empty first"),
 }
 

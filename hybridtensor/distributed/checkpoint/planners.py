@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hybridtensor.distributed.checkpoint.plain import (
     StateDict,
@@ -49,6 +50,7 @@ from hybridtensor.distributed.checkpoint.replicas import Replica, different, rep
 from hybridtensor.dtensor import local
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.followers import followers
+from hybridtensor.subclasses.wrapper import WrapperTensor
 from hybridtensor.untrusted.items import pickled, read_value
 from hybridtensor.untrusted.metadata import use_present_names
 
@@ -244,7 +246,7 @@ class HybridLoadPlanner(DefaultLoadPlanner):
 
 
 def _require_memory(tensors: list[tuple[str, Tensor]]) -> None:
-    """Raise ValueError for a tensor whose elements are not in memory, one for each index."""
+    """Raise ValueError for a tensor whose elements are not in memory, one for each index, and that is not ours."""
     for name, value in tensors:
         if value.is_meta:
             raise ValueError(
@@ -254,6 +256,13 @@ def _require_memory(tensors: list[tuple[str, Tensor]]) -> None:
             raise ValueError(
                 f"checkpoint: dense tensors are required, got {value.layout} in {name}; call "
                 f"{'to_padded_tensor' if value.is_nested else 'to_dense'}, or leave it out"
+            )
+        part = local(value)
+        if is_traceable_wrapper_subclass(part) and not isinstance(part, WrapperTensor):
+            kind = type(part)
+            raise ValueError(
+                f"checkpoint: dense tensors are required, got {kind.__module__}.{kind.__name__} in {name}, whose bytes "
+                "lie in other tensors; save it by itself with torch.save, and leave it out"
             )
 
 
