@@ -66,17 +66,9 @@ def set_mesh_(
     """
     require_module("set_mesh_", model)
     require_kind("set_mesh_", "a DeviceMesh", mesh, DeviceMesh)
-    given = {"dp": dp, "cp": cp, "tp": tp, "ep": ep, "pp": pp}
-    roles = {role: _dimensions(mesh, role, names) for role, names in given.items()}
+    roles = _roles(mesh, {"dp": dp, "cp": cp, "tp": tp, "ep": ep, "pp": pp})
     batch = (*roles["dp"], *roles["cp"], *roles["ep"])
     used = (*batch, *roles["tp"])
-    named = (*used, *roles["pp"])
-    if not named or len(set(named)) < len(named):
-        got = ", ".join(f"{role}={names!r}" for role, names in given.items())
-        raise ValueError(
-            f"set_mesh_: dimensions of the mesh, each for one thing, are required as {', '.join(given)}, got {got} for "
-            f"{mesh.mesh_dim_names}; name those that there are"
-        )
     ranks = TrainingRanks(
         tuple(mesh.get_group(name) for name in used), _part_of_batch(mesh, batch), named=True
     )
@@ -87,6 +79,19 @@ def set_mesh_(
     for state in _states(model):
         state.ranks = ranks
     return model
+
+
+def _roles(mesh: DeviceMesh, given: dict[str, Names]) -> dict[str, tuple[str, ...]]:
+    """Return the dimensions of the mesh by role; raise ValueError unless each has one, and there is one."""
+    roles = {role: _dimensions(mesh, role, names) for role, names in given.items()}
+    named = [name for names in roles.values() for name in names]
+    if not named or len(set(named)) < len(named):
+        got = ", ".join(f"{role}={names!r}" for role, names in given.items())
+        raise ValueError(
+            f"set_mesh_: dimensions of the mesh, each for one thing, are required as {', '.join(given)}, got {got} for "
+            f"{mesh.mesh_dim_names}; name those that there are"
+        )
+    return roles
 
 
 def _require_converted(who: str, model: nn.Module) -> None:

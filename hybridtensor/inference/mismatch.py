@@ -151,13 +151,7 @@ def mismatch(
     require_int(_WHO, at_least=0, seed=seed)
     _check(model, layout, activation, tensors is not None, static_inputs)
     found = [one for one in exported(_WHO, model, layout) if one.layout is not None]
-    sent = tensors
-    if tensors is None:
-        sent = tensors_for(
-            _WHO, model, TIMEOUT, layout=layout, experts="stacked", dtype=torch.bfloat16,
-            bucket_bytes=BUCKET, ranks="all", static_inputs=static_inputs,
-        )  # fmt: skip
-    known = _by_name(sent)
+    known = _by_name(_exported(model, layout, static_inputs) if tensors is None else tensors)
     with evaluating(model):
         ran, trained = _recorded(model, batch, found)
         # With NaN as converted weights: what the engine's mode does not multiply shows.
@@ -171,6 +165,14 @@ def mismatch(
         with mode:
             got = _called(engine, batch)
     return Mismatch(tuple(layers), *_of_logits(_logits(trained), _logits(got), seed))
+
+
+def _exported(model: nn.Module, layout: str, static_inputs: bool) -> Iterable[tuple[str, Tensor]]:
+    """Return the tensors of an engine that has what would be exported now."""
+    return tensors_for(
+        _WHO, model, TIMEOUT, layout=layout, experts="stacked", dtype=torch.bfloat16,
+        bucket_bytes=BUCKET, ranks="all", static_inputs=static_inputs,
+    )  # fmt: skip
 
 
 def _check(
