@@ -726,6 +726,11 @@ def test_copies_that_are_written_back_warn_at_the_next_step(written):
         optimizer.step()
     assert told[0].filename == __file__
     optimizer.step()  # says it once
+    with torch.no_grad():
+        for weight, copied, values in zip(masters, copies, before, strict=True):
+            weight.copy_(copied)
+            weight.copy_(values)
+    optimizer.step()  # all is overwritten by values
     net.load_state_dict(state)
     optimizer.load_state_dict(best)
     assert all(map(torch.equal, optimizer.masters().values(), before))

@@ -93,11 +93,12 @@ class HighPrecisionValues:
     def moved(self) -> HighPrecisionValues:
         """Return the values for a weight with new faces; aliases of the old faces have none."""
         made = HighPrecisionValues(self.original, self._follows)
-        made._owned, made._master, made._former, made.loaded = (
+        made._owned, made._master, made._former, made.loaded, made.rounded = (
             self._owned,
             self._master,
             self._former,
             self.loaded,
+            self.rounded,
         )
         self.original = self._master = self._former = None
         self._follows = False
@@ -209,6 +210,7 @@ class HighPrecisionValues:
             if target is not None:
                 view(target).copy_(values)
         self._former = None
+        self.rounded = self.rounded and view is not whole  # values of all of it are none of faces
         self._follows = follows and mine is not None and (view is whole or self._follows)
 
     def _make_own(self, dtype: torch.dtype) -> None:
