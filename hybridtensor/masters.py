@@ -60,8 +60,8 @@ def warn_of_rounded(parameters: Iterable[Tensor]) -> None:
     if rounded:
         warnings.warn(
             f"MasterWeights.step: faces alone, as copies of persistent weights hold, were written into those"
-            f"{of_layers(rounded)}, whose masters are rounded to them now; keep copies of optimizer.masters() instead, "
-            "or load the optimizer's state after the model's",
+            f"{of_layers(rounded)}, or took their place; their masters are rounded to them now. Keep copies of "
+            "optimizer.masters() instead, or load the optimizer's state after the model's",
             UserWarning,
             stacklevel=4,  # below torch's wrapper of steps
         )

@@ -222,9 +222,12 @@ class MasterWeights(torch.optim.Optimizer):
             if before is not None:
                 before.keep_values()
         for part, own in replaced:
+            rounded = False
             if not part.high_precision.was_of(own):
+                rounded = part.known_values is None
                 own.copy_(high_precision_values(part))
             set_master(part, own, follows=part.high_precision.follows)
+            part.high_precision.rounded = rounded
 
     def _write_back(self, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
         """Quantize masters into their parameters, all at once, because ranks exchange scales."""

@@ -23,6 +23,7 @@ from hybridtensor import ops
 from hybridtensor.linear.operands import Needs, Operand, gradient_faces
 from hybridtensor.ops import Face, after
 from hybridtensor.ops.amaxes import ReturnedAmaxes, commit
+from hybridtensor.ops.autograd import version_of
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context, LayerState, StateTensors, layer_of
@@ -34,7 +35,6 @@ from hybridtensor.subclasses.observing import (
     observers,
 )
 from hybridtensor.subclasses.operators.matmul import take_face
-from hybridtensor.subclasses.record import version_of
 from hybridtensor.subclasses.wrapper import WrapperTensor
 
 # The overload: looking it up in each call would take twice as long as the view

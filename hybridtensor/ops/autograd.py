@@ -1,4 +1,4 @@
-"""Types of autograd functions, of which torch leaves some out."""
+"""What torch leaves out of its types, or keeps private, of autograd."""
 
 from __future__ import annotations
 
@@ -30,3 +30,11 @@ if TYPE_CHECKING:
 
 else:
     Ctx, Function = FunctionCtx, torch.autograd.Function
+
+# The private counter by which autograd notices writes; its getter is faster than the attribute.
+read_version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return torch's version counter, -1 for an inference tensor."""
+    return -1 if tensor.is_inference() else read_version(tensor)

@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from hybridtensor.ops.autograd import version_of
 
 View = Callable[[Tensor], Tensor]
 """Takes of a whole tensor the part that a view of the weight is of the weight."""
@@ -50,14 +53,18 @@ class HighPrecisionValues:
         self.original, self._follows = original, follows
         self._owned = self.loaded = self.rounded = False
         self._master: weakref.ref[Tensor] | None = None
-        self._former: weakref.ref[Tensor] | None = (
-            None  # master of what this was copied from, until a write
-        )
+        # The master of what this was copied from, and its version then, until a write
+        self._former: tuple[weakref.ref[Tensor], int] | None = None
+
+    @property
+    def master(self) -> Tensor | None:
+        """The optimizer's master, while it lives, or None."""
+        return None if self._master is None else self._master()
 
     @property
     def current(self) -> Tensor | None:
         """The optimizer's master, or else the original, or None."""
-        master = None if self._master is None else self._master()
+        master = self.master
         return self.original if master is None else master.detach()
 
     @property
@@ -81,7 +88,10 @@ class HighPrecisionValues:
         made = HighPrecisionValues(None if original is None else copy(original))
         made._owned = True
         if same:
-            made._former = self._master or self._former
+            master = self.master
+            made._former = (
+                self._former if master is None else (weakref.ref(master), version_of(master))
+            )
             kept_dtype = (
                 original is not None
                 and made.original is not None
@@ -108,7 +118,7 @@ class HighPrecisionValues:
     def replaced(self, values: Tensor, *, follows: bool, rounded: bool) -> HighPrecisionValues:
         """Return the values of a weight replaced by others; the master is updated, or RuntimeError if its shape
         differs."""
-        master = None if self._master is None else self._master()
+        master = self.master
         if master is None:
             return HighPrecisionValues(values, follows)
         if master.shape != values.shape:
@@ -137,7 +147,7 @@ class HighPrecisionValues:
 
     def register(self) -> None:
         """Let ``values_in`` find this by its master, if it has one."""
-        master = None if self._master is None else self._master()
+        master = self.master
         if master is not None:
             _of_masters[id(master)] = self
 
@@ -153,11 +163,14 @@ class HighPrecisionValues:
 
     def is_of(self, master: Tensor) -> bool:
         """Return whether ``master`` holds the values."""
-        return self._master is not None and self._master() is master
+        return self.master is master
 
     def was_of(self, master: Tensor) -> bool:
-        """Return whether ``master`` held the values that this was copied from, unchanged since."""
-        return self._former is not None and self._former() is master
+        """Return whether ``master`` holds the values that this was copied from, both unchanged since."""
+        if self._former is None:
+            return False
+        former, version = self._former
+        return former() is master and version_of(master) == version
 
     # -- writes
 
@@ -209,8 +222,12 @@ class HighPrecisionValues:
             target = self.current
             if target is not None:
                 view(target).copy_(values)
+            if view is whole:
+                self.rounded = False
+        master = self.master
+        if master is not None:
+            increment_version(master)  # below the weight's dispatch autograd does not see writes
         self._former = None
-        self.rounded = self.rounded and view is not whole  # values of all of it are none of faces
         self._follows = follows and mine is not None and (view is whole or self._follows)
 
     def _make_own(self, dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridtensor.arguments import require_choice, require_kind
 from hybridtensor.ops import Face, Faces
+from hybridtensor.ops.autograd import version_of
 from hybridtensor.ops.library import is_traced
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.subclasses.faces import FaceTensor, columnwise_face, rowwise_face
@@ -17,7 +18,7 @@ from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
-from hybridtensor.subclasses.record import Gathered, ReadBy, WeightRecord, version_of
+from hybridtensor.subclasses.record import Gathered, ReadBy, WeightRecord
 from hybridtensor.subclasses.sharded_face import ShardedFace
 from hybridtensor.subclasses.structure import flatten
 from hybridtensor.subclasses.wrapper import Attributes, Metadata, Size, Stride

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtensor.arguments import require_dtype, require_flag, wrong
 from hybridtensor.dtensor import local
+from hybridtensor.ops.autograd import version_of
 from hybridtensor.ops.library import is_captured
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state.training import callbacks_of_writes
@@ -20,7 +21,7 @@ from hybridtensor.subclasses.face_cache import place_of, stream_of
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.quantized_when_used import QuantizedWhenUsed
-from hybridtensor.subclasses.record import WeightRecord, version_of
+from hybridtensor.subclasses.record import WeightRecord
 from hybridtensor.subclasses.wrapper import Metadata, Size, Stride, WrapperTensor, require_plain
 
 

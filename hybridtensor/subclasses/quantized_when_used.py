@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridtensor.ops import Face, Faces
 from hybridtensor.ops.amaxes import AmaxRecord, ReturnedAmaxes
+from hybridtensor.ops.autograd import read_version, version_of
 from hybridtensor.ops.library import is_recorded, is_traced
 from hybridtensor.quantizers.plans import Amaxes, measured
 from hybridtensor.recipes.config import HybridConfig, weight_values
@@ -25,7 +26,6 @@ from hybridtensor.subclasses.face_cache import (
 )
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.observing import for_products_of_weight, observers
-from hybridtensor.subclasses.record import read_version, version_of
 
 _NOTHING = contextlib.nullcontext()
 

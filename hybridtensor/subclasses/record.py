@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import shared_cache
 
 from hybridtensor.ops.amaxes import ReturnedAmaxes
+from hybridtensor.ops.autograd import version_of
 from hybridtensor.state import Context, LayerState, Section, StateTensors
 from hybridtensor.subclasses.face_cache import FaceCache
 from hybridtensor.subclasses.high_precision import HighPrecisionValues
 
-# The private counter by which autograd notices writes; its getter is faster than the attribute.
-read_version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
@@ -222,8 +221,3 @@ def _was_received(plain: Tensor) -> bool:
     # Private: by handle, what torch received
     known = plain.untyped_storage()._cdata
     return any(received.cdata == known for received in list(shared_cache.values()))
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return torch's version counter, -1 for an inference tensor."""
-    return -1 if tensor.is_inference() else read_version(tensor)

@@ -15,6 +15,7 @@ from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtensor.dtensor import local
+from hybridtensor.ops.autograd import version_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPStateContext
@@ -74,8 +75,7 @@ class ShardedParam(NamedTuple):
     @property
     def version(self) -> int:
         """Version counter of the DTensor, or -1 for an inference tensor."""
-        param = self.param.sharded_param
-        return -1 if param.is_inference() else param._version
+        return version_of(self.param.sharded_param)
 
     @property
     def size(self) -> tuple[int, ...]:
