@@ -269,7 +269,7 @@ class HybridTensor(InterceptingTensor):
         return self._saved().untyped_storage() if self.is_saved else super().untyped_storage()
 
     def data_ptr(self) -> int:
-        """See ``WrapperTensor.data_ptr``; of a state dict's tensor, that of its values."""
+        """See ``WrapperTensor.data_ptr``; of a state dict's tensor, return the address of its values."""
         return self._saved().data_ptr() if self.is_saved else super().data_ptr()
 
     def _saved(self) -> Tensor:

@@ -109,6 +109,10 @@ class MasterWeight(QuantizedWhenUsed):
         """Record a write of ``plain``: it invalidates cached faces, and backward raises for tensors saved before."""
         mark_all_written([self])
 
+    def data_ptr(self) -> int:
+        """Return the address of the plain tensor; kernels that write it have to call ``mark_written``."""
+        return self.plain.data_ptr()
+
     def carried(self) -> tuple[list[str], Metadata | None]:
         common = getattr(self.record.layer, "common", None)
         if common is not None:

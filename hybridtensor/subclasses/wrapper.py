@@ -35,8 +35,8 @@ class _NoMemory(torch.UntypedStorage):
 
     def data_ptr(self) -> int:
         raise RuntimeError(
-            "hybridtensor: a wrapper has no memory of its own to read (an invalid python storage); use "
-            "dequantize()"
+            "hybridtensor: a wrapper has no memory of its own to read or write (an invalid python storage); use "
+            "dequantize(), and hybridtensor.optim.MasterWeights where an optimizer asks for persistent weights"
         )
 
 
@@ -239,10 +239,8 @@ class WrapperTensor(Tensor):
     # -- what a tensor without storage cannot do by inheritance
 
     def data_ptr(self) -> int:
-        """Return the address of the first inner tensor."""
-        names, _ = self.parts()
-        address: int = getattr(self, names[0]).data_ptr()
-        return address
+        """Raise RuntimeError: kernels given an address would read and write values where there are none."""
+        return self.untyped_storage().data_ptr()
 
     def __dlpack__(self, **_: object) -> NoReturn:
         """Raise: a wrapper has no memory to export."""

@@ -513,6 +513,19 @@ def test_an_optimizer_that_writes_by_address(before, recipe):
     assert not layer(x).any()
 
 
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "bf16"])
+def test_persistent_weights_have_no_address_to_write_to(recipe):
+    """Values would be written over faces, and beyond the end of their memory; masters have addresses."""
+    layer, x = ht.quantize_(nn.Linear(64, 64, bias=False), recipe, persistent=True), torch.randn(8, 64)
+    layer(x).sum().backward()
+    before = layer.weight.dequantize()
+    with pytest.raises(RuntimeError, match=r"no memory of its own .*hybridtensor.optim.MasterWeights"):
+        ByAddress(layer.parameters()).step()
+    assert torch.equal(layer.weight.dequantize(), before)
+    ht.optim.MasterWeights(ByAddress, layer.parameters()).step()
+    assert not layer(x).any()
+
+
 def test_one_optimizer_that_hooks_call_for_each_parameter():
     """All calls within one backward are one step, and each of them writes."""
     net, x = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)]), torch.randn(8, 64)

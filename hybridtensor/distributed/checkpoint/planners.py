@@ -178,7 +178,7 @@ class HybridLoadPlanner(DefaultLoadPlanner):
             for name, weight in persistent
             for rest, pair in followers(weight).items()
         }
-        addresses = {part.data_ptr() for _, part in parts}
+        addresses = {part.data_ptr() for _, part in parts if not isinstance(part, WrapperTensor)}
         without = {name: _has_no_master(weight, addresses) for name, weight in persistent}
         self._without_masters = [
             (f"{name}.", weight) for name, weight in persistent if without[name]
