@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gc
 import sys
+import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,8 @@ def require_contract_once(model: nn.Module) -> None:
     """Call ``require_contract`` in the first step of a model that DDP, or sharding, trains on several ranks."""
     training = training_of(model)
     if training.is_compared or not (dist.is_available() and dist.is_initialized()):
+        return
+    if may_end_early(model):
         return
     training.is_compared = True
     # its ranks have just reduced gradients
@@ -120,14 +123,18 @@ def is_first_rank(who: str, model: nn.Module) -> bool:
     return dist.get_rank() == 0
 
 
-def require_no_join(model: nn.Module) -> None:
-    """Raise NotImplementedError where ranks may train on while others have no batches left."""
-    configs = [wrapper._join_config for wrapper in _wrappers(model)]
-    if any(config.enable and not config.throw_on_early_termination for config in configs):
-        raise NotImplementedError(
-            f"step_: all ranks reduce amaxes in every step, got {type(model).__name__} in join(), in which some take "
-            "no more steps; pass join(throw_on_early_termination=True), or give all ranks equally many batches"
-        )
+def may_end_early(model: nn.Module) -> bool:
+    """Return whether a model is in ``join()``, where ranks train on while others have no batches left, or none at all:
+    these would not come to a comparison."""
+    training = training_of(model)
+    if not any(map(_ends_early, training.wrappers)):
+        training.wrappers = weakref.WeakSet(_wrappers(model))
+    return any(map(_ends_early, training.wrappers))
+
+
+def _ends_early(wrapper: DistributedDataParallel) -> bool:
+    config = wrapper._join_config
+    return config.enable and not config.throw_on_early_termination
 
 
 def ranks_without_state(model: nn.Module) -> list[TrainingRanks]:

@@ -16,9 +16,9 @@ from hybridtensor.ops.library import is_captured
 from hybridtensor.ranks import patience, require_alike
 from hybridtensor.state.contract import (
     ADVICE,
+    may_end_early,
     ranks_without_state,
     reduced,
-    require_no_join,
     stages_of,
 )
 from hybridtensor.state.layer import LayerState
@@ -292,8 +292,13 @@ def _check_same_scales(model: nn.Module, states: list[LayerState], group: Group)
     layout = [(state.name, id(state.rules)) for state in states]
     if checked.get(group) == layout:
         return False
-    if states:
-        require_no_join(model)
+    if may_end_early(model):
+        if not states:
+            return False
+        raise NotImplementedError(
+            f"step_: all ranks reduce amaxes in every step, got {type(model).__name__} in join(), in which some take "
+            "no more steps; pass join(throw_on_early_termination=True), or give all ranks equally many batches"
+        )
     facts = {
         state.name or f"layer {i}": ", ".join(in_words(state.slots, state.rules))
         for i, state in enumerate(states)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -41,12 +42,14 @@ class Training:
         steps: Calls of ``step_``.
         ended: Steps of the model's optimizers.
         callbacks: Called after each of the latter.
+        wrappers: Those of DistributedDataParallel, as ``may_end_early`` found them.
     """
 
     def __init__(self) -> None:
         self.steps = self.ended = 0
         self.callbacks = list(callbacks_of_every_model)
         self.is_compared = False
+        self.wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self.scales: dict[Group, list[tuple[str, int]]] = {}
         self.step_counts: tuple[Tensor, Callable[[], bool], Group] | None = None
         self.finite: list[tuple[StateSlots, Tensor, Callable[[], bool]]] = []

@@ -201,8 +201,9 @@ def siblings_under_ddp(rank):
 
 
 def uneven_batches(rank):
-    """Ranks that have no batches left repeat what DDP reduces, and nothing else."""
-    for spec, early in (("fp8", False), ("nvfp4", False), ("fp8_delayed", True), ("fp8_delayed", False)):
+    """Ranks that have no batches left, or none at all, repeat what DDP reduces, and nothing else."""
+    cases = [(spec, False, fewest) for spec in ("fp8", "nvfp4") for fewest in (2, 0)]
+    for spec, early, fewest in (*cases, ("fp8_delayed", True, 2), ("fp8_delayed", False, 2)):
         torch.manual_seed(0)
         model = ht.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), spec)
         parallel = DistributedDataParallel(model)
@@ -213,7 +214,7 @@ def uneven_batches(rank):
                 expected = NotImplementedError if refused else RuntimeError
                 stack.enter_context(pytest.raises(expected, match="join" if refused else "exhausted"))
             stack.enter_context(parallel.join(enable=True, throw_on_early_termination=early))
-            for _ in range(2 + rank):
+            for _ in range(2 + rank if rank else fewest):
                 parallel(torch.ones(32, 32)).sum().backward()
                 optimizer.step()
                 ht.step_(model)
