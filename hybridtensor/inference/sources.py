@@ -137,9 +137,7 @@ def _own_face(one: Exported) -> Face | None:
     rows = face.qdata.shape[-2]
     scale = face.scale
     if scale is None or one.format is None:
-        raise ValueError(
-            f"inference_tensors: {one.name}: a quantized face is required, got {face.format}"
-        )
+        raise ValueError(f"{one.name}: a quantized face is required, got {face.format}")
     return face._replace(scale=scale.expand(*scale.shape[:-2], rows, 1), format=one.format)
 
 

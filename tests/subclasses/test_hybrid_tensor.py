@@ -7,7 +7,9 @@ import pickle
 import pytest
 import torch
 from processes import call_program
+from torch import nn
 
+import hybridtensor as ht
 from hybridtensor import (
     Float8Quantizer,
     HybridConfig,
@@ -135,3 +137,19 @@ def test_a_wrapper_reports_the_plain_tensors_shape_and_strides():
     assert not h.requires_grad
     assert "rowwise=fp8_e4m3_tensor" in repr(h)
     assert "columnwise" in repr(h.columnwise)
+
+
+@pytest.mark.parametrize(
+    ("error", "cut"),
+    [
+        (ValueError, lambda w: w[:9]),
+        (NotImplementedError, lambda w: w[0]),
+        (NotImplementedError, lambda w: w.view(-1, 8)),
+        (TypeError, lambda w: w.int()),
+    ],
+    ids=["slice", "select", "view", "to"],
+)
+def test_errors_of_faces_name_the_layer(error, cut):
+    net = ht.quantize_(nn.Sequential(nn.Linear(64, 64)), "fp8_block", persistent=True)
+    with pytest.raises(error, match="layer 0"):
+        cut(net[0].weight)

@@ -233,8 +233,8 @@ def _require_stack(x: Tensor, dim: int) -> int:
     """Return the number of matrices of a stack cut along ``dim``; raise NotImplementedError for anything else."""
     if _dim_of(x, dim) or not getattr(x, "is_stack", False):
         raise NotImplementedError(
-            f"select: only the matrices of a stack can be selected, got dimension {dim} of {x!r}; "
-            "dequantize first"
+            f"select: only the matrices of a stack can be selected, got dimension {dim} of "
+            f"{x!r}{of_layers(x)}; dequantize first"
         )
     return x.shape[0]
 
@@ -262,8 +262,8 @@ def _register_transposing(table: OpTable) -> None:
 def _t(table: OpTable, x: Tensor, dims: set[int]) -> Tensor:
     if x.dim() != 2 and not (dims == {1, 2} and getattr(x, "is_stack", False)):
         raise NotImplementedError(
-            f"transpose: only a matrix, or each of a stack, can be transposed, got dimensions {dims} of {x!r}; "
-            "dequantize first"
+            f"transpose: only a matrix, or each of a stack, can be transposed, got dimensions {dims} of "
+            f"{x!r}{of_layers(x)}; dequantize first"
         )
     transposed: Tensor = table.call(aten.t.default, (x,), {})
     return transposed

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.arguments import HIGH_PRECISION
+from hybridtensor.subclasses.faces import FaceTensor
 from hybridtensor.subclasses.high_precision import whole
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor, is_of
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
@@ -41,12 +42,7 @@ class _OnTensor(Protocol):
 
 def _slice(x: HybridTensor, dim: int, start: int, stop: int, step: int) -> HybridTensor:
     """Slice the faces and the high-precision original, from which shards are made."""
-    try:
-        return _view(x, lambda tensor: aten.slice.Tensor(tensor, dim, start, stop, step))
-    except ValueError as error:  # of a face, which knows no layer
-        if not x.layer_name:
-            raise
-        raise ValueError(f"layer {x.layer_name}: {error}") from error
+    return _view(x, lambda tensor: aten.slice.Tensor(tensor, dim, start, stop, step))
 
 
 def _select(x: HybridTensor, index: int) -> HybridTensor:
@@ -60,6 +56,15 @@ def _view(x: HybridTensor, fn: _OnTensor) -> HybridTensor:
 
 
 def _on_faces(x: HybridTensor, fn: _OnTensor) -> HybridTensor:
+    try:
+        return HybridTensor(*_faces(x, fn), x.config).like(x)
+    except (ValueError, TypeError, NotImplementedError) as error:  # of a face, which knows no layer
+        if not x.layer_name:
+            raise
+        raise type(error)(f"layer {x.layer_name}: {error}") from error
+
+
+def _faces(x: HybridTensor, fn: _OnTensor) -> tuple[FaceTensor | None, FaceTensor | None]:
     # torch takes no view of a tensor whose memory FSDP2 has freed
     row, column = x.present("rowwise"), x.present("columnwise")
     # what one face is of the other, it stays: one memory, and one write for both
@@ -71,7 +76,7 @@ def _on_faces(x: HybridTensor, fn: _OnTensor) -> HybridTensor:
         row = IdentityTensor(column)
     else:
         row, column = (None if face is None else fn(face) for face in (row, column))
-    return HybridTensor(row, column, x.config).like(x)
+    return row, column
 
 
 register_common(table, _slice, _select)
