@@ -22,8 +22,8 @@ from hybridtensor.printed import some
 
 T = TypeVar("T")
 
-Groups: TypeAlias = dict[datetime.timedelta, dist.ProcessGroup]
-"""Our own gloo groups of a world, by their timeout."""
+Groups: TypeAlias = dict[tuple[datetime.timedelta, bool], dist.ProcessGroup]
+"""Our own gloo groups of a world, by their timeout and whether a thread in the background uses them."""
 
 Answer: TypeAlias = tuple[str, str, Any]
 """Kind and text of the error that a rank's work raised, each "" if none; and what it gave."""
@@ -92,6 +92,7 @@ class Ranks:
         group: Process group of these ranks; None is all ranks.
         timeout: Longest wait for a rank.
         advice: What else to do if a rank does not come than to start again.
+        in_background: Whether they talk in a thread in the background: what others say meanwhile is no answer to it.
 
     Attributes:
         rank: This rank, in the group.
@@ -105,6 +106,8 @@ class Ranks:
         group: dist.ProcessGroup | None,
         timeout: datetime.timedelta,
         advice: str = "",
+        *,
+        in_background: bool = False,
     ) -> None:
         require_group(who, group)
         require_timeout(who, timeout)
@@ -112,7 +115,7 @@ class Ranks:
         self.rank, self.size, self.members = 0, 1, [0]
         self._group: dist.ProcessGroup | None = None
         self._known: Groups = {}
-        self._timeout, self._advice = timeout, advice
+        self._timeout, self._advice, self._kind = timeout, advice, (timeout, in_background)
         known = dist.is_available() and dist.is_initialized()
         # torch's, of one process that stands for all
         if known and dist.get_backend(group) != "fake":
@@ -128,9 +131,9 @@ class Ranks:
         # The group stays for the next time: ending one while a rank still reads what another sent can lose it. A rank
         # that loses another one does end it, so that all others raise at once.
         self._known = _groups.setdefault(_world(), {})
-        self._group = self._known.get(timeout)
+        self._group = self._known.get(self._kind)
         if self._group is None:
-            self._group = self._known[timeout] = self._new_group(members)
+            self._group = self._known[self._kind] = self._new_group(members)
 
     def _new_group(self, members: list[int]) -> dist.ProcessGroup:
         """Create the gloo group after every rank has arrived, so that a missing rank is reported by number."""
@@ -198,7 +201,7 @@ class Ranks:
         )
 
     def _lost(self, error: BaseException) -> NoReturn:
-        group = self._known.pop(self._timeout, None)
+        group = self._known.pop(self._kind, None)
         if group is not None:
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)

@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import os
 import signal
+import threading
 import time
 from unittest import mock
 
@@ -241,6 +242,22 @@ def replicas_and_backgrounds(rank, path):
     assert len(metadata.state_dict_metadata["model.0.weight"].chunks) == 1
 
 
+def compared_while_the_background_talks(rank, path):
+    """The background waits for a slow disk of one rank, and all compare something else meanwhile."""
+    state, compared, write = {"model": make("fp8")[0]}, threading.Event(), checkpoint.store.Writer.write_data
+
+    def slow(*args):
+        compared.wait()
+        return write(*args)
+
+    with mock.patch.object(checkpoint.store.Writer, "write_data", slow if rank else write):
+        saving = checkpoint.async_save(path, 1, state)
+        time.sleep(0 if rank else 0.5)  # its background asks what the other rank wrote
+        checkpoint.check_replicas(state)
+        compared.set()
+        assert os.path.basename(saving.result()) == "step_00000001"
+
+
 def misaligned(rank, path):
     """Shards that end inside a block cannot be stored by themselves; every rank says so."""
     mesh = DeviceMesh(here(), [0, 1])
@@ -288,7 +305,16 @@ def full_disk(*args):
 
 @pytest.mark.parametrize(
     "bodies",
-    [(state_dicts_of_shards, replicas_and_backgrounds, misaligned, others_must_be_alike, one_fails_all_raise)],
+    [
+        (
+            state_dicts_of_shards,
+            replicas_and_backgrounds,
+            compared_while_the_background_talks,
+            misaligned,
+            others_must_be_alike,
+            one_fails_all_raise,
+        )
+    ],
     ids=lambda bodies: " ".join(body.__name__ for body in bodies),
 )
 def test_on_two_ranks(two, bodies, tmp_path):

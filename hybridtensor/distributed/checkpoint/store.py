@@ -232,7 +232,7 @@ def async_save(
         faces: See ``save``.
         overwrite: See ``save``.
         check_replicas: See ``save``.
-        group: See ``save``.
+        group: See ``save``. Until the save has ended nothing else may use it: pass one of its own (``new_group``).
         timeout: See ``save``.
 
     Returns:
@@ -244,7 +244,7 @@ def async_save(
         RuntimeError: As ``save``.
     """
     wait_for_previous()
-    ranks = Ranks("checkpoint.async_save", group, timeout)
+    ranks = Ranks("checkpoint.async_save", group, timeout, in_background=True)
     options = _Options(faces, overwrite, check_replicas)
     with _planned(ranks, directory, step, state, options) as write:
         # Still inside ``_planned``, which removes the folder on an error; from here on ``Saving``
