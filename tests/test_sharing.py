@@ -235,6 +235,17 @@ def test_copies_and_loaded_models_share_delayed_scales(way, casts):
     assert len(casts) == 2 + 2 * 3
 
 
+def test_siblings_that_are_stepped_one_by_one_have_their_amaxes():
+    model = Attention("fp8_delayed")
+    by_layer = copy.deepcopy(model)
+    for one in (model, by_layer):
+        step(one, x_of(0))
+    ht.step_(model)
+    for layer in by_layer.layers:
+        ht.step_(layer)
+    assert same(*(list(one.buffers()) for one in (by_layer, model)))
+
+
 def test_memory_of_amaxes_does_not_grow():
     """What is recorded for all weights at once, and for several layers, comes back to one of them, or goes."""
     model = Attention("fp8_delayed")

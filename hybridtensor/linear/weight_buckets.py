@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from hybridtensor import ops
 from hybridtensor.dtensor import local
 from hybridtensor.ops import CastInputs, Faces
-from hybridtensor.ops.kernel_library import aligned_fp32
+from hybridtensor.ops.amaxes import several_zeros
 from hybridtensor.ops.library import is_captured, is_recorded, is_traced, runs_directly
 from hybridtensor.quantizers.plans import CastPlan, cast_plan, measuring_plan
 from hybridtensor.state import Context, LayerState
@@ -227,10 +227,8 @@ class _Jobs:
 
 def _make_records(jobs: list[_Job], size: int) -> None:
     """Allocate records of ``size`` amaxes for casts."""
-    room = aligned_fp32(size)
-    memory = torch.zeros(len(jobs) * room, dtype=torch.float32, device=jobs[0].plain.device)
-    for index, job in enumerate(jobs):
-        record = memory.as_strided((size,), (1,), index * room)
+    records = several_zeros([size] * len(jobs), jobs[0].plain.device)
+    for job, record in zip(jobs, records, strict=True):
         job.cached = job.cached._replace(amax_record=record)
 
 

@@ -125,23 +125,33 @@ class AmaxRecord:
         self.of_inputs.append(amax)
 
 
-def fold(records: Sequence[AmaxRecord], *, reuse: bool = False) -> None:
-    """Fold committed amaxes into records of one device; ``reuse`` frees their memory once the step is over."""
+def fold(records: Sequence[AmaxRecord], *, ends_step: bool = False) -> None:
+    """Fold committed amaxes into records of one device; ``ends_step`` allocates zeros for those of the next step."""
     if is_captured():
         return
-    folded: dict[int, tuple[AmaxRecord, Tensor]] = {}  # layers may have one in common
+    folded: list[AmaxRecord] = []
     with torch.no_grad():
         while pending := [record for record in records if record._committed]:
             measured = [record._committed.popitem()[1] for record in pending]
             # One launch for a record of each layer, until none has any left.
             torch._foreach_maximum_([record.total for record in pending], measured)
-            pairs = zip(pending, measured, strict=True)
-            folded.update({id(amax): (record, amax) for record, amax in pairs})
-        spare = [pair for pair in folded.values() if reuse and len(pair[0]._spare) < _SPARE]
-        if spare:
-            torch._foreach_zero_([amax for _, amax in spare])
-            for record, amax in spare:
-                record._spare.append(amax)
+            folded += pending
+        # Not in the memory of those, which another layer may have, too, and fold in later.
+        lacking = [record for record in folded if len(record._spare) < _SPARE]
+        if ends_step and lacking:
+            spare = several_zeros(
+                [len(record.total) for record in lacking], lacking[0].total.device
+            )
+            for record, zeros in zip(lacking, spare, strict=True):
+                record._spare.append(zeros)
+
+
+def several_zeros(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Allocate fp32 zeros of several sizes at once, at addresses that kernels take."""
+    rooms = list(map(aligned_fp32, sizes))
+    with torch.inference_mode(False):
+        memory = torch.zeros(sum(rooms), dtype=torch.float32, device=device)
+        return [room[:size] for room, size in zip(memory.split(rooms), sizes, strict=True)]
 
 
 def forget_gathers(records: Sequence[AmaxRecord]) -> None:

@@ -24,7 +24,7 @@ def fold_amaxes(states: Iterable[LayerState]) -> None:
     """Fold the committed amaxes of all layers into ``amax``, in few launches per device, at the end of a step."""
     records = records_of(states)
     for device in dict.fromkeys(record.total.device for record in records):
-        fold([record for record in records if record.total.device == device], reuse=True)
+        fold([record for record in records if record.total.device == device], ends_step=True)
 
 
 def drop_amaxes(states: Iterable[LayerState]) -> None:
