@@ -288,8 +288,7 @@ def _check_same_scales(model: nn.Module, states: list[LayerState], group: Group)
     """Raise on every rank unless all have the same scales; return whether it compared: once per model, group and
     layout."""
     checked = training_of(model).scales
-    # names of layers, and the identity of their rules
-    layout = [(state.name, id(state.rules)) for state in states]
+    layout = [(state.name, state.slots, state.rules) for state in states]
     if checked.get(group) == layout:
         return False
     if may_end_early(model):

@@ -50,7 +50,7 @@ class Training:
         self.callbacks = list(callbacks_of_every_model)
         self.is_compared = False
         self.wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self.scales: dict[Group, list[tuple[str, int]]] = {}
+        self.scales: dict[Group, Sequence[tuple[object, ...]]] = {}
         self.step_counts: tuple[Tensor, Callable[[], bool], Group] | None = None
         self.finite: list[tuple[StateSlots, Tensor, Callable[[], bool]]] = []
         self.siblings: Pending = []

@@ -105,6 +105,18 @@ def different_scales_raise_on_every_rank(rank):
             ht.step_(model)
 
 
+def scales_are_compared_again_where_they_follow_by_other_rules(rank):
+    """Also of rules in memory that others had, which ranks use in another order."""
+    model = stateful("fp8_delayed")
+    ht.step_(model)
+    for recipe, times in (("fp8_delayed", 0), ("fp8_delayed+most_recent", 1), ("fp8_delayed/mxfp8/mxfp8", 1)):
+        ht.set_config_(model, "bf16")
+        ht.set_config_(model, recipe)
+        with mock.patch.object(ht.state.step, "require_alike", wraps=ht.state.step.require_alike) as comparison:
+            ht.step_(model)
+        assert comparison.call_count == times
+
+
 def a_group_is_kept_for_recipes_to_come(rank):
     own = [dist.new_group([0]), dist.new_group([1])][rank]
     model = ht.set_data_parallel_group_(stateful("mxfp8"), own)
@@ -242,6 +254,7 @@ def moved_after_training(rank):
         ddp_with_state,
         scales_are_reduced,
         different_scales_raise_on_every_rank,
+        scales_are_compared_again_where_they_follow_by_other_rules,
         a_group_is_kept_for_recipes_to_come,
         models_without_state_wait_for_their_group_alone,
         random_rounding_does_not_depend_on_the_number_of_ranks,
