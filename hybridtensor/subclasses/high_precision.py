@@ -29,6 +29,7 @@ class HighPrecisionValues:
     Args:
         original: Tensor that the weight was made from; it may be aliased.
         follows: Whether the faces are those that quantizing the values gives.
+        owned: Whether the tensor has values of its own; see ``no_optimizer_saves``.
 
     Attributes:
         original: The same, until an optimizer takes it; or None.
@@ -49,9 +50,11 @@ class HighPrecisionValues:
         "rounded",
     )
 
-    def __init__(self, original: Tensor | None = None, follows: bool = False) -> None:
-        self.original, self._follows = original, follows
-        self._owned = self.loaded = self.rounded = False
+    def __init__(
+        self, original: Tensor | None = None, follows: bool = False, owned: bool = False
+    ) -> None:
+        self.original, self._follows, self._owned = original, follows, owned
+        self.loaded = self.rounded = False
         self._master: weakref.ref[Tensor] | None = None
         # The master of what this was copied from, and its version then, until a write
         self._former: tuple[weakref.ref[Tensor], int] | None = None
@@ -132,9 +135,10 @@ class HighPrecisionValues:
         made.loaded, made.rounded = False, rounded
         return made
 
-    def __reduce__(self) -> tuple[type[HighPrecisionValues], tuple[Tensor | None, bool]]:
+    def __reduce__(self) -> tuple[type[HighPrecisionValues], tuple[Tensor | None, bool, bool]]:
         # Without the master: the optimizer that owns it is pickled by itself, and gives it again.
-        return HighPrecisionValues, (self.original, self._follows and self.original is not None)
+        follows = self._follows and self.original is not None
+        return HighPrecisionValues, (self.original, follows, self._owned)
 
     # -- optimizers
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import io
+import pickle
 
 import pytest
 import tiers
@@ -233,6 +234,15 @@ def test_saving_warns_of_values_that_no_optimizer_saves(save, alone, tmp_path):
         expected = pytest.warns(UserWarning, match=r"of 1 persistent weights \(model.weight, ...\) only the faces")
         with expected if name == "plain" else contextlib.nullcontext():
             saves(model, optimizer, name)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_saving_warns_of_values_of_copies(way, alone, tmp_path):
+    model = persistent("fp8")
+    model(torch.ones(32, 128)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.warns(UserWarning, match=r"of 1 persistent weights \(model.weight, ...\) only the faces"):
+        checkpoint.save(tmp_path, 0, {"model": way(model)})
 
 
 @pytest.mark.parametrize("recipe", ["fp8_dequantized_backward", "bf16"])
