@@ -243,7 +243,13 @@ class MasterWeights(torch.optim.Optimizer):
         group = _checked_group("MasterWeights.add_param_group", param_group)
         super().add_param_group(dict(group))  # which raises for parameters that are there
         count = len(self._pairs)
-        self.inner.add_param_group({**group, "params": [self._stepped(p) for p in group["params"]]})
+        try:
+            stepped = [self._stepped(p) for p in group["params"]]
+            self.inner.add_param_group({**group, "params": stepped})
+        except BaseException:
+            self.param_groups.pop()
+            del self._pairs[count:]
+            raise
         self._share_groups()
         self._set_masters(self._pairs[count:])
 

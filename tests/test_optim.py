@@ -210,6 +210,24 @@ def test_schedulers_groups_and_closures_reach_the_masters():
     torch.testing.assert_close(optimizer.masters()[late.weight], value)
 
 
+def test_a_group_that_the_optimizer_refuses_is_not_added():
+    class Refusing(torch.optim.SGD):
+        def add_param_group(self, group):
+            if group.get("lr") == 2.0:
+                raise ValueError("no such rate")
+            super().add_param_group(group)
+
+    ours, late = (ht.quantize_(nn.Linear(4, 4), "fp8", persistent=True) for _ in range(2))
+    optimizer = MasterWeights(Refusing, ours.parameters(), lr=1.0)
+    with pytest.raises(ValueError, match="no such rate"):
+        optimizer.add_param_group({"params": late.parameters(), "lr": 2.0})
+    assert len(optimizer.param_groups) == len(optimizer.masters()) == 1
+    set_grads(ours.parameters(), 0)
+    optimizer.step()
+    optimizer.add_param_group({"params": late.parameters()})
+    assert late.weight in optimizer.masters()
+
+
 def test_one_fp32_master_per_persistent_weight_of_a_bf16_model():
     ours = ht.quantize_(model(torch.bfloat16), "fp8", persistent=True)
     optimizer = MasterWeights(torch.optim.AdamW, ours.parameters(), lr=1e-3)
