@@ -54,8 +54,8 @@ def _former(value: Tensor) -> list[Undo]:
         return list(of_parts([value.detach()]))
     common: Any = layer.common
     siblings = [] if common is None else common.parts
-    amaxes = [layer.amax, common and common.amax]
-    tensors = [value.detach(), *siblings, *(amax for amax in amaxes if amax is not None)]
+    amaxes = [] if common is None or common.amax is None else [common.amax]
+    tensors = [value.detach(), *siblings, *amaxes]
     undo = [*of_parts(tensors), *of_module(layer)]
     if common is not None:
         undo.append(functools.partial(setattr, common, "amax", common.amax))

@@ -233,6 +233,15 @@ class TestFailedLoad:
         assert calls
         assert seen(state) == before
 
+    def test_keeps_the_amaxes_of_the_step(self, tmp_path):
+        checkpoint.save(tmp_path, 1, everything("fp8_delayed", False, 0))
+        state = everything("fp8_delayed", False, 1)
+        record = state["model"][0].quantization_state.record
+        record.commit(torch.full_like(record.total, 3.0))
+        with pytest.raises(RuntimeError):
+            checkpoint.load(tmp_path, state)
+        assert record.amax.tolist() == [3.0] * len(record.total)
+
     def test_of_another_recipe_changes_nothing(self, tmp_path):
         checkpoint.save(tmp_path, 1, everything("fp8_delayed", False, 0))
         for spec, persistent in (("mxfp8", False), ("nvfp4", True), ("fp8_delayed", True)):

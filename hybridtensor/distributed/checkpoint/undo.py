@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from hybridtensor.distributed.checkpoint.entries import Entries
 from hybridtensor.dtensor import local
 from hybridtensor.optim import MasterWeights
+from hybridtensor.state.training import layer_states
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.high_precision import HighPrecisionValues
 from hybridtensor.subclasses.structure import flatten
@@ -63,8 +64,9 @@ def _memory(tensor: Tensor) -> _Memory:
 
 
 def of_module(module: nn.Module, kept: Collection[_Memory] = ()) -> Iterator[Undo]:
-    """Yield functions that restore a module's parameters, buffers and extra state, except ``kept`` memory."""
+    """Yield functions that restore a module's parameters, buffers, amaxes and extra state, except ``kept`` memory."""
     parts = [local(t).detach() for t in (*module.parameters(), *module.buffers())]
+    parts += [state.amax for state in layer_states(module) if state.amax is not None]
     yield from of_parts(parts, kept)
     for part_of in module.modules():
         if type(part_of).get_extra_state is not nn.Module.get_extra_state:
