@@ -644,3 +644,11 @@ def test_a_layer_that_only_reads_its_weight_warns_once():
     explained = io.StringIO()
     Console(file=explained, width=200).print(ht.explain(net, show=False))
     assert "only if its own forward multiplies by the weight itself: 1 (Scaled)" in explained.getvalue()
+
+
+def test_a_layer_whose_first_forward_fails_warns_in_the_next_one():
+    layer = ht.quantize_(Scaled(64, 64), "fp8", filter_fn=lambda *_: True)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        layer(X[:, 1:])
+    with pytest.warns(UserWarning, match=r"\(Scaled\) runs unquantized: its forward reads"):
+        layer(X)

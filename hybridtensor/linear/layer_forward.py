@@ -131,7 +131,8 @@ class LayerForward:
         inner: See above.
     """
 
-    _ran = False  # the first forward of another class than ``nn.Linear`` is observed: see ``Uses``
+    # The first forward of another class than ``nn.Linear`` that ends is observed: see ``Uses``
+    _ran = False
 
     def __init__(self, layer: nn.Module, inner: Callable[..., object] | None = None) -> None:
         self._layer, self.inner = weakref.ref(layer), inner
@@ -177,9 +178,10 @@ class LayerForward:
                 with as_weight(weight):
                     return self(*args, **kwargs)
             if not self._ran and not observers:
-                self._ran = True
                 with Uses(layer, recipe.state):
-                    return self.run(layer, args, kwargs)
+                    out = self.run(layer, args, kwargs)
+                    self._ran = True
+                    return out
         if (
             calls_linear
             and len(args) == 1
