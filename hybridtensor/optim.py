@@ -108,6 +108,7 @@ class MasterWeights(torch.optim.Optimizer):
     @property
     def state(self) -> defaultdict[Tensor, StateDict]:
         """The inner optimizer's state by parameter, with the masters; nothing before the first step."""
+        self._follow_parameters()
         of = {id(master): parameter for parameter, master in self._pairs}
         found: defaultdict[Tensor, StateDict] = defaultdict(dict)
         for stepped, state in self.inner.state.items():
@@ -138,6 +139,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def __getstate__(self) -> StateDict:
         """Return the state for copies and pickles, with the masters and the inner optimizer."""
+        self._follow_parameters()
         state = {name: value for name, value in super().__getstate__().items() if name != "state"}
         return {**state, "inner": self.inner, "_pairs": self._pairs}
 

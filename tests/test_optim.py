@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from faces import tensor_faces
+from loops import same
 from torch import nn
 from torch.optim.optimizer import _foreach_supported_types
 
@@ -208,6 +209,26 @@ def test_schedulers_groups_and_closures_reach_the_masters():
     value = optimizer.masters()[late.weight] - late.weight.grad
     optimizer.step()
     torch.testing.assert_close(optimizer.masters()[late.weight], value)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"])
+def test_copies_of_optimizers_whose_weights_were_swapped(way):
+    ours = ht.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), "fp8", persistent=True)
+    optimizer = MasterWeights(torch.optim.SGD, ours.parameters(), lr=0.1)
+    expected = [optimizer.masters()[layer.weight].clone() for layer in reversed(ours)]
+    torch.utils.swap_tensors(ours[0].weight, ours[1].weight)
+    model, copied = way((ours, optimizer))
+    assert same([copied.masters()[layer.weight] for layer in model], expected)
+
+
+def test_the_state_of_weights_that_were_swapped():
+    ours = ht.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), "fp8", persistent=True)
+    optimizer = MasterWeights(torch.optim.SGD, ours.parameters(), lr=0.1, momentum=0.9)
+    set_grads(ours.parameters(), 0)
+    optimizer.step()
+    torch.utils.swap_tensors(ours[0].weight, ours[1].weight)
+    masters = [ours[i].weight.high_precision.current.clone() for i in (0, 1)]
+    assert all(torch.equal(optimizer.state[ours[i].weight]["master"], masters[i]) for i in (0, 1))
 
 
 def test_a_group_that_the_optimizer_refuses_is_not_added():
