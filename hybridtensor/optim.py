@@ -126,7 +126,7 @@ class MasterWeights(torch.optim.Optimizer):
         return {"master": master.detach(), "follows": follows_from_master(parameter)}
 
     def _share_groups(self) -> None:
-        """Share the inner optimizer's ``param_groups``, so that schedulers write its options."""
+        """Show the inner optimizer's options, which its steps may write, in the groups that schedulers write."""
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             for name, value in inner.items():
                 if name != "params":
@@ -172,11 +172,13 @@ class MasterWeights(torch.optim.Optimizer):
         self._follow_parameters()
         warn_of_rounded(parameter for parameter, _ in self._pairs)
         evaluate = () if closure is None else (self._following(closure),)
+        self._push_options()
         if not evaluate:
             self._take_gradients()
         try:
             return self.inner.step(*evaluate)
         finally:  # a step that raises may have written some masters
+            self._share_groups()
             self._write_back(self._stepped_pairs())
             for parameter, master in self._pairs:
                 master.grad = None
@@ -187,17 +189,18 @@ class MasterWeights(torch.optim.Optimizer):
         everywhere = raising_everywhere(closure, [parameter for parameter, _ in self._pairs])
 
         def evaluate() -> float:
+            self._share_groups()
             self._write_back(self._stepped_pairs())  # none yet at the first evaluation
             with torch.enable_grad():
                 loss = everywhere()
+            self._push_options()
             self._take_gradients()
             return loss
 
         return evaluate
 
     def _take_gradients(self) -> None:
-        """Assign the parameters' gradients to the masters, and pass the present options to the inner optimizer."""
-        self._push_options()
+        """Assign the parameters' gradients to the masters."""
         for parameter, master in self._pairs:
             master.grad = None if parameter.grad is None else parameter.grad.float()
 
@@ -243,6 +246,7 @@ class MasterWeights(torch.optim.Optimizer):
             super().add_param_group(param_group)  # called by the base class while it is being built
             return
         group = _checked_group("MasterWeights.add_param_group", param_group)
+        self._push_options()
         super().add_param_group(dict(group))  # which raises for parameters that are there
         count = len(self._pairs)
         try:

@@ -249,6 +249,63 @@ def test_a_group_that_the_optimizer_refuses_is_not_added():
     assert late.weight in optimizer.masters()
 
 
+class Counting(torch.optim.SGD):
+    """Keeps a count of its steps among the options of its groups, as Prodigy and schedule-free optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            with torch.enable_grad():
+                closure is not None and closure()
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] / group["count"])
+
+
+@pytest.mark.parametrize(("cls", "by_closure"), [(Counting, False), (Counting, True), (torch.optim.LBFGS, True)])
+def test_what_an_optimizer_keeps_among_its_options_is_kept(cls, by_closure):
+    """Oracle: plain parameters, with one set of options; a scheduler writes others, and a run resumes."""
+    found = []
+    for persistent in (False, True):
+        ours = nn.Sequential(nn.Linear(32, 32, bias=False))
+        nn.init.ones_(ours[0].weight)
+        if persistent:
+            ht.quantize_(ours, "mxfp8", persistent=True)
+            optimizer = MasterWeights(cls, ours.parameters(), lr=0.5)
+        else:
+            optimizer = cls(ours.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+        def closure(ours=ours, optimizer=optimizer):
+            set_grads(ours.parameters(), 0)
+            found.append(optimizer.param_groups[0].get("count"))
+            return torch.tensor(3.0)
+
+        for step in range(4):
+            if step == 2:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            if by_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+            scheduler.step()
+        weight = ours[0].weight
+        found.append((optimizer.masters()[weight] if persistent else weight).detach().tolist())
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
+
+
+def test_a_group_that_is_added_leaves_what_a_scheduler_wrote():
+    ours = ht.quantize_(model(), "fp8", persistent=True)
+    optimizer = MasterWeights(torch.optim.SGD, ours[0].parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer.step()
+    scheduler.step()
+    optimizer.add_param_group({"params": ours[2].parameters()})
+    for groups in (optimizer.param_groups, optimizer.inner.param_groups):
+        assert [group["lr"] for group in groups] == [0.25, 0.5]
+
+
 def test_one_fp32_master_per_persistent_weight_of_a_bf16_model():
     ours = ht.quantize_(model(torch.bfloat16), "fp8", persistent=True)
     optimizer = MasterWeights(torch.optim.AdamW, ours.parameters(), lr=1e-3)
