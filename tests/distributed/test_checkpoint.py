@@ -307,6 +307,26 @@ def test_names_that_an_optimizer_has_stay_those_of_its_parameters(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_optimizers_whose_defaults_torch_adds_to_are_loaded(persistent, tmp_path):
+    """When it loads any state; again, too, by one that has loaded before."""
+
+    def new():
+        model, _ = make("mxfp8", persistent)
+        cls = torch.optim.Adafactor
+        wrap = partial(ht.optim.MasterWeights, cls) if persistent else cls
+        return {"model": model, "optimizer": wrap(model.parameters(), lr=0.01)}
+
+    first, other = new(), new()
+    train(*first.values(), 0, 1)
+    checkpoint.save(tmp_path, 1, first)
+    train(*first.values(), 1, 2)
+    for _ in range(2):
+        checkpoint.load(tmp_path, other)
+        train(*other.values(), 1, 2)
+        assert bits(**other) == bits(**first)
+
+
 class TestMisfits:
     def check(self, path, state, message, **options):
         with pytest.raises(ValueError, match=message):

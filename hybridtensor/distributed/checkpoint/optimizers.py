@@ -133,11 +133,10 @@ class NamedOptimizer:
         for found in (loaded["state"], values["state"]):
             for name, of_name in found.items():
                 state.setdefault(numbers[name], {}).update(of_name)
+        # torch replaces all options of a group by what was saved, and adds one to the defaults that no group has
+        options = set(self.inner.defaults).intersection(*self.inner.param_groups)
         self.inner.load_state_dict({"state": state, "param_groups": groups})
-        # torch replaces all options of a group by what was saved
-        lost = {
-            name for g in self.inner.param_groups for name in self.inner.defaults if name not in g
-        }
+        lost = {name for g in self.inner.param_groups for name in options if name not in g}
         if lost:
             raise ValueError(
                 f"checkpoint.load: {self.entry!r} is of {type(self.inner).__name__}, got the state of another class, "
