@@ -804,6 +804,16 @@ def assigned(weight, copied):
     weight.data = copied
 
 
+@pytest.mark.parametrize("way", [lambda w: nn.Parameter(w.detach().clone()), copy.deepcopy], ids=["clone", "copy"])
+def test_copies_that_are_swapped_in_before_a_write_have_the_master(way):
+    net, optimizer = two_layers()
+    stepped(net, optimizer)
+    before = [master.clone() for master in optimizer.masters().values()]
+    for layer in net:
+        torch.utils.swap_tensors(layer.weight, way(layer.weight))
+    assert same(list(optimizer.masters().values()), before)
+
+
 @pytest.mark.parametrize("written", ["copy_", "data", "state", "swapped", "moved"])
 def test_copies_that_are_written_back_warn_at_the_next_step(written):
     """Sharpness-aware optimizers do so, and whoever goes back to the best state of a run."""

@@ -135,6 +135,11 @@ class HighPrecisionValues:
         made.loaded, made.rounded = False, rounded
         return made
 
+    def __deepcopy__(self, memo: dict[int, object]) -> HighPrecisionValues:
+        made = self.copied(torch.clone, whole, same=True)
+        made._owned = self._owned
+        return made
+
     def __reduce__(self) -> tuple[type[HighPrecisionValues], tuple[Tensor | None, bool, bool]]:
         # Without the master: the optimizer that owns it is pickled by itself, and gives it again.
         follows = self._follows and self.original is not None
