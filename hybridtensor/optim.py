@@ -118,8 +118,15 @@ class MasterWeights(torch.optim.Optimizer):
         return found
 
     @state.setter
-    def state(self, value: object) -> None:
-        """Ignore ``value``: torch's base class sets an empty state."""
+    def state(self, value: Mapping[Tensor, StateDict]) -> None:
+        """Give the inner optimizer another state, such as an empty one, from which its next step begins anew."""
+        if "param_groups" not in self.__dict__:
+            return  # torch's base class, before there is anything to lose
+        of = {id(parameter): master for parameter, master in self._pairs}
+        self.inner.state = defaultdict(dict)
+        for parameter, state in value.items():
+            found = {name: one for name, one in state.items() if name not in ("master", "follows")}
+            self.inner.state[of.get(id(parameter), parameter)] = found
 
     def _own(self, parameter: Tensor, master: Tensor) -> StateDict:
         """Return a parameter's entries in a state dict besides the inner optimizer's."""
@@ -134,6 +141,13 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _push_options(self) -> None:
         # Schedulers, and users, write the outer groups; the inner optimizer reads its own.
+        of = {id(master): parameter for parameter, master in self._pairs}
+        known = [[id(of.get(id(p), p)) for p in g["params"]] for g in self.inner.param_groups]
+        if known != [[id(p) for p in group["params"]] for group in self.param_groups]:
+            raise RuntimeError(
+                "MasterWeights: param_groups have other parameters than when they were made; make another "
+                "MasterWeights, or add parameters by add_param_group"
+            )
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({name: value for name, value in outer.items() if name != "params"})
 

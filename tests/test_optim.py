@@ -1,5 +1,6 @@
 """Optimizers on master weights are bitwise those on plain ones; masters of persistent weights write back exactly."""
 
+import collections
 import contextlib
 import copy
 import functools
@@ -304,6 +305,54 @@ def test_a_group_that_is_added_leaves_what_a_scheduler_wrote():
     optimizer.add_param_group({"params": ours[2].parameters()})
     for groups in (optimizer.param_groups, optimizer.inner.param_groups):
         assert [group["lr"] for group in groups] == [0.25, 0.5]
+
+
+def split(group):
+    return [{**group, "params": group["params"][:1]}, {**group, "params": group["params"][1:]}]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda group: [{**group, "params": group["params"][:1]}],
+        lambda group: [{**group, "params": [nn.Parameter(torch.zeros(4, 4)), *group["params"][1:]]}],
+        split,
+    ],
+    ids=["dropped", "replaced", "split"],
+)
+def test_parameters_that_change_in_groups_are_no_longer_stepped_unseen(changed):
+    ours = ht.quantize_(model(), "fp8", persistent=True)
+    optimizer = MasterWeights(torch.optim.AdamW, ours.parameters())
+    set_grads(ours.parameters(), 0)
+    optimizer.param_groups[:] = changed(optimizer.param_groups[0])
+    for use in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(RuntimeError, match=r"^MasterWeights: param_groups have other parameters .*; make another"):
+            use()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_state_that_is_set_is_that_of_the_next_step(kept):
+    """Empty, as where a run restarts its optimizer, or one of before. Oracle: plain parameters."""
+    found = []
+    for persistent in (False, True):
+        torch.manual_seed(0)
+        ours = nn.Sequential(nn.Linear(32, 32))
+        nn.init.ones_(ours[0].weight)
+        if persistent:
+            ht.quantize_(ours, "mxfp8", persistent=True)
+        wrap = functools.partial(MasterWeights, torch.optim.AdamW) if persistent else torch.optim.AdamW
+        optimizer = wrap(ours.parameters(), lr=0.01)
+        before = {}
+        for step in range(4):
+            if step == 1:
+                before = {p: copy.deepcopy(state) for p, state in optimizer.state.items()}
+            if step == 3:
+                optimizer.state = collections.defaultdict(dict, before if kept else {})
+            set_grads(ours.parameters(), step)
+            optimizer.step()
+        masters = optimizer.masters() if persistent else {}
+        found.append([masters.get(p, p).tolist() for p in ours.parameters()])
+    assert found[0] == found[1]
 
 
 def test_one_fp32_master_per_persistent_weight_of_a_bf16_model():
