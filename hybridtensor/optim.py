@@ -107,7 +107,10 @@ class MasterWeights(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, StateDict]:
-        """The inner optimizer's state by parameter, with the masters; nothing before the first step."""
+        """The inner optimizer's state by parameter, with the masters; nothing before the first step.
+
+        Its dictionaries are new ones: to change what they have, set ``optimizer.state``.
+        """
         self._follow_parameters()
         of = {id(master): parameter for parameter, master in self._pairs}
         found: defaultdict[Tensor, StateDict] = defaultdict(dict)
@@ -163,7 +166,11 @@ class MasterWeights(torch.optim.Optimizer):
             set_master(parameter, master, follows=False)
 
     def masters(self) -> dict[Tensor, Tensor]:
-        """Return the fp32 master of each persistent parameter."""
+        """Return the fp32 master of each persistent parameter.
+
+        To change values write them into the parameter, which sets its master: what is written into a master reaches
+        the parameter with the next step that has a gradient for it.
+        """
         self._follow_parameters()
         return dict(self._pairs)
 
