@@ -53,6 +53,13 @@ def set_master(parameter: Tensor, master: Tensor, *, follows: bool, loaded: bool
     part.record.values.set_master(local(master), follows=follows, loaded=loaded)
 
 
+def is_zero(rate: float | Tensor | None) -> bool:
+    """Return whether a learning rate is zero, without synchronizing: a tensor on a GPU counts as nonzero."""
+    if rate is None or (isinstance(rate, Tensor) and rate.device.type != "cpu"):
+        return False
+    return float(rate) == 0
+
+
 def warn_of_rounded(parameters: Iterable[Tensor]) -> None:
     """Warn if faces alone were written into parameters since the last step: masters are rounded to them."""
     parts = [persistent_part(parameter) for parameter in parameters]

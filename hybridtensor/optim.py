@@ -16,6 +16,7 @@ from hybridtensor.dtensor import local, with_local
 from hybridtensor.masters import (
     follows_from_master,
     high_precision_values,
+    is_zero,
     persistent_part,
     raising_everywhere,
     set_master,
@@ -230,7 +231,7 @@ class MasterWeights(torch.optim.Optimizer):
         still = {
             id(p)
             for group in self.inner.param_groups
-            if _is_zero(group.get("lr")) and not isinstance(self.inner, _RATES_OF_THEIR_OWN)
+            if is_zero(group.get("lr")) and not isinstance(self.inner, _RATES_OF_THEIR_OWN)
             for p in group["params"]
         }
         return [
@@ -376,13 +377,6 @@ class MasterWeights(torch.optim.Optimizer):
 
 # Their rates are in their states; a group's ``lr`` is where these begin
 _RATES_OF_THEIR_OWN = (torch.optim.Rprop, torch.optim.ASGD)
-
-
-def _is_zero(rate: float | Tensor | None) -> bool:
-    """Return whether a learning rate is zero, without synchronizing: a tensor on a GPU counts as nonzero."""
-    if rate is None or (isinstance(rate, Tensor) and rate.device.type != "cpu"):
-        return False
-    return float(rate) == 0
 
 
 def _or(new: T | None, old: T) -> T:
