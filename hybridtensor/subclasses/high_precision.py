@@ -26,6 +26,23 @@ class HighPrecisionValues:
     Writes to the weight reach the values: the original until an optimizer takes it, then the
     optimizer's master, which is the optimizer's alone to keep alive, copy and save.
 
+    ====================  ==================  =========  ==================  ==================
+    event                 original            master     follows             rounded
+    ====================  ==================  =========  ==================  ==================
+    ``quantize_``         what it was given   none       yes                 no
+    an optimizer made     none                its own    as before           no
+    its step              none                as before  yes                 no
+    values are written    the values          the same   yes                 no, if all of them
+    faces are written     dequantized faces   the same   no                  with a master
+    clone, deep copy      a copy of it        none       with an original    no
+    pickle                as before           none       with an original    no
+    new faces, as of      goes along          goes       goes along          goes along
+    ``set_config_``                           along
+    ====================  ==================  =========  ==================  ==================
+
+    The copy remembers the master, and its version: while neither is written, it is that master's weight if it is
+    swapped in.
+
     Args:
         original: Tensor that the weight was made from; it may be aliased.
         follows: Whether the faces are those that quantizing the values gives.
