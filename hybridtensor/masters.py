@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from hybridtensor.arguments import require_items, require_kind, wrong
 from hybridtensor.dtensor import local
 from hybridtensor.ops.library import is_traced
 from hybridtensor.ranks import PATIENCE, Ranks, patience
@@ -121,4 +122,33 @@ def _warn_of_narrow_values(optimizer: Optimizer, args: object, kwargs: object) -
             "in float32",
             UserWarning,
             stacklevel=2,
+        )
+
+
+def checked_group(who: str, group: object) -> dict[str, Any]:
+    """Return a parameter group with a list of parameters, or of named ones."""
+    if not isinstance(group, dict) or "params" not in group:
+        raise wrong(who, "a dictionary with params", group)
+    params = group["params"]
+    params = [params] if isinstance(params, Tensor) else require_items(who, "parameters", params)
+    tensors = [one[-1] if isinstance(one, tuple) else one for one in params]
+    for tensor in tensors:
+        require_kind(who, "a parameter", tensor, Tensor, "pass model.parameters()")
+    if len({id(tensor) for tensor in tensors}) < len(tensors):
+        raise ValueError(f"{who}: each parameter once is required, got one twice; drop one of both")
+    return {**group, "params": params}
+
+
+def check_groups(state_dict: object, present: list[dict[str, Any]]) -> None:
+    """Raise ValueError unless a state dict has parameter groups of the present sizes."""
+    who, groups = "MasterWeights.load_state_dict", None
+    if isinstance(state_dict, Mapping) and isinstance(state_dict.get("state"), Mapping):
+        groups = state_dict.get("param_groups")
+    if not isinstance(groups, list) or not all("params" in group for group in groups):
+        raise wrong(who, "what state_dict() of an optimizer gives", state_dict)
+    wanted, found = ([len(group["params"]) for group in some] for some in (present, groups))
+    if wanted != found:
+        raise ValueError(
+            f"{who}: groups of {wanted} parameters are required, got {found}; give it the state of "
+            "an optimizer of the same parameters"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -11,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT, StateDict
 
-from hybridtensor.arguments import require_function, require_items, require_kind, wrong
+from hybridtensor.arguments import require_function, require_items, wrong
 from hybridtensor.dtensor import local, with_local
 from hybridtensor.masters import (
+    check_groups,
+    checked_group,
     follows_from_master,
     high_precision_values,
     is_zero,
@@ -50,6 +54,7 @@ class MasterWeights(torch.optim.Optimizer):
     Every persistent parameter gets an fp32 master: its original values, which the parameter then frees, or else its
     dequantized values. Other parameters are updated as usual. After a step each persistent parameter has the bits of
     ``quantize(master)``, written in place. Other writes into a parameter, such as loaded values, also set its master.
+    Methods that the optimizer alone has, such as ``eval`` of schedule-free ones, run on the masters in the same way.
 
     Args:
         optimizer_class: For example ``torch.optim.AdamW``.
@@ -71,7 +76,7 @@ class MasterWeights(torch.optim.Optimizer):
         given = require_items("MasterWeights", "what model.parameters() gives", params)
         if given and not isinstance(given[0], dict):
             given = [{"params": given}]
-        groups = [_checked_group("MasterWeights", group) for group in given]
+        groups = [checked_group("MasterWeights", group) for group in given]
         self._pairs: list[tuple[Tensor, nn.Parameter]] = []  # persistent parameter and its master
         inner_groups = [
             {**group, "params": [self._stepped(p) for p in group["params"]]} for group in groups
@@ -206,6 +211,28 @@ class MasterWeights(torch.optim.Optimizer):
                 master.grad = None
                 persistent_part(parameter).high_precision.loaded = False
 
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        """Return a public method that the inner optimizer alone has, such as ``eval`` of schedule-free optimizers: it
+        gets masters and gradients, and the parameters are quantized after it."""
+        method = None if name.startswith("_") else getattr(self.__dict__.get("inner"), name, None)
+        if not inspect.ismethod(method):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return functools.partial(self._run, method)
+
+    def _run(self, method: Callable[..., object], /, *args: object, **kwargs: object) -> object:
+        self._follow_parameters()
+        self._push_options()
+        self._take_gradients()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self._share_groups()
+            # Not by versions: those of ``p.data``, which many write, are not the masters'
+            self._write_back([pair for pair in self._pairs if pair[0].requires_grad])
+            for parameter, master in self._pairs:
+                parameter.grad = None if master.grad is None else parameter.grad
+                master.grad = None
+
     def _following(self, closure: Callable[[], float]) -> Callable[[], float]:
         """Wrap a closure so that each evaluation quantizes the parameters from the present masters."""
         everywhere = raising_everywhere(closure, [parameter for parameter, _ in self._pairs])
@@ -267,7 +294,7 @@ class MasterWeights(torch.optim.Optimizer):
         if not hasattr(self, "inner") or len(self.param_groups) < len(self.inner.param_groups):
             super().add_param_group(param_group)  # called by the base class while it is being built
             return
-        group = _checked_group("MasterWeights.add_param_group", param_group)
+        group = checked_group("MasterWeights.add_param_group", param_group)
         self._push_options()
         super().add_param_group(dict(group))  # which raises for parameters that are there
         count = len(self._pairs)
@@ -322,7 +349,7 @@ class MasterWeights(torch.optim.Optimizer):
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = _or(hook(self, state_dict), state_dict)
-        self._check_groups(state_dict)
+        check_groups(state_dict, self.param_groups)
         # Copies, from which ``master`` and ``follows`` are taken out: the caller's state dict stays whole.
         state = {key: dict(of_one) for key, of_one in state_dict["state"].items()}
         own = [state.get(key, {}) for key in self._keys(state_dict)]
@@ -347,22 +374,6 @@ class MasterWeights(torch.optim.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _check_groups(self, state_dict: object) -> None:
-        """Raise ValueError unless a state dict has this optimizer's groups."""
-        who, groups = "MasterWeights.load_state_dict", None
-        if isinstance(state_dict, Mapping) and isinstance(state_dict.get("state"), Mapping):
-            groups = state_dict.get("param_groups")
-        if not isinstance(groups, list) or not all("params" in group for group in groups):
-            raise wrong(who, "what state_dict() of an optimizer gives", state_dict)
-        wanted, found = (
-            [len(group["params"]) for group in some] for some in (self.param_groups, groups)
-        )
-        if wanted != found:
-            raise ValueError(
-                f"{who}: groups of {wanted} parameters are required, got {found}; give it the state of "
-                "an optimizer of the same parameters"
-            )
-
     def _check_masters(self, loaded: list[Tensor | None]) -> None:
         """Raise ValueError unless a state dict has a master of every trainable parameter, in its shape."""
         shapes = [None if values is None else tuple(values.shape) for values in loaded]
@@ -381,17 +392,3 @@ _RATES_OF_THEIR_OWN = (torch.optim.Rprop, torch.optim.ASGD)
 
 def _or(new: T | None, old: T) -> T:
     return old if new is None else new
-
-
-def _checked_group(who: str, group: object) -> dict[str, Any]:
-    """Return a parameter group with a list of parameters, or of named ones."""
-    if not isinstance(group, dict) or "params" not in group:
-        raise wrong(who, "a dictionary with params", group)
-    params = group["params"]
-    params = [params] if isinstance(params, Tensor) else require_items(who, "parameters", params)
-    tensors = [one[-1] if isinstance(one, tuple) else one for one in params]
-    for tensor in tensors:
-        require_kind(who, "a parameter", tensor, Tensor, "pass model.parameters()")
-    if len({id(tensor) for tensor in tensors}) < len(tensors):
-        raise ValueError(f"{who}: each parameter once is required, got one twice; drop one of both")
-    return {**group, "params": params}

@@ -307,6 +307,67 @@ def test_a_group_that_is_added_leaves_what_a_scheduler_wrote():
         assert [group["lr"] for group in groups] == [0.25, 0.5]
 
 
+class Averaging(torch.optim.SGD):
+    """Evaluates an average of its steps, as schedule-free optimizers do, and steps twice, as sharpness-aware ones."""
+
+    @torch.no_grad()
+    def eval(self, weight=0.5):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["stepped"] = p.detach().clone()
+            p.data.lerp_(state.get("average", p), weight)
+
+    @torch.no_grad()
+    def train(self):
+        for p in self.param_groups[0]["params"]:
+            p.copy_(self.state[p].pop("stepped"))
+            self.state[p]["average"] = p.detach().clone()
+
+    @torch.no_grad()
+    def first_step(self, zero_grad=False):
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad, alpha=self.param_groups[0]["lr"])
+        if zero_grad:
+            self.zero_grad()
+
+
+def test_methods_of_the_optimizer_alone_get_masters_and_gradients():
+    """Oracle: plain parameters; faces are those of the masters after each."""
+    found = []
+    for persistent in (False, True):
+        ours = nn.Sequential(nn.Linear(32, 32))
+        nn.init.ones_(ours[0].weight)
+        nn.init.ones_(ours[0].bias)
+        if persistent:
+            ht.quantize_(ours, "mxfp8", persistent=True)
+        optimizer = (functools.partial(MasterWeights, Averaging) if persistent else Averaging)(
+            ours.parameters(), lr=0.5
+        )
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        values = []
+        for step in range(3):
+            set_grads(ours.parameters(), step)
+            calls = (
+                lambda optimizer=optimizer: optimizer.first_step(zero_grad=True),
+                optimizer.step,
+                lambda optimizer=optimizer: optimizer.eval(weight=0.25),
+                optimizer.train,
+            )
+            for call in calls:
+                call()
+                masters = optimizer.masters() if persistent else {}
+                values += [masters.get(p, p).tolist() for p in ours.parameters()]
+                values += [p.grad is None for p in ours.parameters()]
+                for p, master in masters.items():
+                    assert torch.equal(p.dequantize(), ht.MXFP8Quantizer().quantize(master).dequantize())
+            scheduler.step()
+        found.append(values)
+    assert found[0] == found[1]
+    with pytest.raises(AttributeError, match="'MasterWeights' object has no attribute 'evaluate'"):
+        optimizer.evaluate()
+    assert not hasattr(optimizer, "_step_supports_amp_scaling")
+
+
 def split(group):
     return [{**group, "params": group["params"][:1]}, {**group, "params": group["params"][1:]}]
 
