@@ -6,11 +6,11 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, StateDict, register_optimizer_step_post_hook
 
 from hybridtensor.arguments import require_items, require_kind, wrong
 from hybridtensor.dtensor import local
@@ -125,7 +125,7 @@ def _warn_of_narrow_values(optimizer: Optimizer, args: object, kwargs: object) -
         )
 
 
-def checked_group(who: str, group: object) -> dict[str, Any]:
+def checked_group(who: str, group: object) -> StateDict:
     """Return a parameter group with a list of parameters, or of named ones."""
     if not isinstance(group, dict) or "params" not in group:
         raise wrong(who, "a dictionary with params", group)
@@ -139,7 +139,7 @@ def checked_group(who: str, group: object) -> dict[str, Any]:
     return {**group, "params": params}
 
 
-def check_groups(state_dict: object, present: list[dict[str, Any]]) -> None:
+def check_groups(state_dict: object, present: list[StateDict]) -> None:
     """Raise ValueError unless a state dict has parameter groups of the present sizes."""
     who, groups = "MasterWeights.load_state_dict", None
     if isinstance(state_dict, Mapping) and isinstance(state_dict.get("state"), Mapping):
