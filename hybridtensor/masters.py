@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer, StateDict, register_optimizer_step_
 from hybridtensor.arguments import require_items, require_kind, wrong
 from hybridtensor.dtensor import local
 from hybridtensor.ops.library import is_traced
+from hybridtensor.printed import level_of_caller
 from hybridtensor.ranks import PATIENCE, Ranks, patience
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.op_table import of_layers
@@ -67,11 +68,11 @@ def warn_of_rounded(parameters: Iterable[Tensor]) -> None:
     rounded = [part for part in parts if part.high_precision.rounded]
     if rounded:
         warnings.warn(
-            f"MasterWeights.step: faces alone, as copies of persistent weights hold, were written into those"
+            f"MasterWeights: faces alone, as copies of persistent weights hold, were written into those"
             f"{of_layers(rounded)}, or took their place; their masters are rounded to them now. Keep copies of "
             "optimizer.masters() instead, or load the optimizer's state after the model's",
             UserWarning,
-            stacklevel=4,  # below torch's wrapper of steps
+            stacklevel=level_of_caller(),
         )
 
 

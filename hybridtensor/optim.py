@@ -221,6 +221,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _run(self, method: Callable[..., object], /, *args: object, **kwargs: object) -> object:
         self._follow_parameters()
+        warn_of_rounded(parameter for parameter, _ in self._pairs)
         self._push_options()
         self._take_gradients()
         try:

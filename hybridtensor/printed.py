@@ -1,12 +1,16 @@
-"""What is printed: tables, and lists within sentences."""
+"""What is printed: tables, lists within sentences, and the line that a warning names."""
 
 from __future__ import annotations
 
 import io
 import re
 import shutil
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+import torch
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -17,6 +21,10 @@ _WIDTH = 110  # characters, where no terminal says another number
 _CONTROLS = re.compile(
     r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]"
 )  # all but ends of lines; no text has surrogates
+_OWN = (
+    str(Path(__file__).parent),
+    str(Path(torch.__file__).parent),
+)  # code that is not the caller's
 
 
 def visible(words: str) -> str:
@@ -92,3 +100,11 @@ class Printed:
         console = Console(record=True, file=io.StringIO(), width=width)
         console.print(self)
         return console
+
+
+def level_of_caller() -> int:
+    """Return the ``stacklevel`` of a warning that points to the code outside of this library and torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -28,7 +28,7 @@ def check(seeds, device="cpu"):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's, of what follows a break
 @pytest.mark.filterwarnings("ignore:.* does not have a deterministic implementation:UserWarning")  # of filled memory
 @pytest.mark.filterwarnings("ignore:.*persistent weights whose values are bfloat16:UserWarning")
-@pytest.mark.filterwarnings("ignore:MasterWeights.step. faces alone:UserWarning")  # of states that are loaded again
+@pytest.mark.filterwarnings("ignore:MasterWeights. faces alone:UserWarning")  # of states that are loaded again
 @BATCHES
 def test_programs(seeds):
     check(seeds)

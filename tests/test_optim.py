@@ -847,11 +847,11 @@ def test_lbfgs_evaluates_its_closure_several_times(line_search):
     assert losses[0][-2] < losses[0][0]
 
 
-def two_layers(seed=0):
+def two_layers(seed=0, cls=torch.optim.SGD):
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     net = ht.quantize_(net, "fp8", persistent=True)
-    return net, MasterWeights(torch.optim.SGD, net.parameters(), lr=0.01)
+    return net, MasterWeights(cls, net.parameters(), lr=0.01)
 
 
 def stepped(net, optimizer):
@@ -925,9 +925,10 @@ def test_copies_that_are_swapped_in_before_a_write_have_the_master(way):
 
 
 @pytest.mark.parametrize("written", ["copy_", "data", "state", "swapped", "moved"])
-def test_copies_that_are_written_back_warn_at_the_next_step(written):
+@pytest.mark.parametrize("by", ["step", "first_step"])
+def test_copies_that_are_written_back_warn_at_the_next_step(written, by):
     """Sharpness-aware optimizers do so, and whoever goes back to the best state of a run."""
-    net, optimizer = two_layers()
+    net, optimizer = two_layers(cls=Averaging)
     stepped(net, optimizer)
     state, masters = copy.deepcopy(net.state_dict()), optimizer.masters()
     best = copy.deepcopy(optimizer.state_dict())
@@ -952,7 +953,7 @@ def test_copies_that_are_written_back_warn_at_the_next_step(written):
     assert not any(map(torch.equal, masters.values(), before))
     set_grads(net.parameters(), 1)
     with pytest.warns(UserWarning, match=r"into those of layer 0, 1, .*their masters are rounded") as told:
-        optimizer.step()
+        getattr(optimizer, by)()
     assert told[0].filename == __file__
     optimizer.step()  # says it once
     with torch.no_grad():

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -25,7 +23,7 @@ from hybridtensor.arguments import (
     require_tensor,
     wrong,
 )
-from hybridtensor.printed import Printed
+from hybridtensor.printed import Printed, level_of_caller
 from hybridtensor.state.training import to_host, training_of
 from hybridtensor.subclasses.observing import observers
 from hybridtensor.watching.ranks import Ranks, added_up, agree
@@ -38,7 +36,6 @@ from hybridtensor.watching.sums import Numbers
 if TYPE_CHECKING:
     from rich.table import Table
 
-_OWN = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 _LOSSES = 1024  # recorded losses, after which they are stacked into one tensor
 
 Alarm = str | Callable[[str], object] | None
@@ -73,14 +70,6 @@ class _EagerCode:
 
 
 _eager_code = _EagerCode()
-
-
-def _level_of_caller() -> int:
-    """Return the ``stacklevel`` of a warning that points to the code outside of this library and torch."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 class watch(Printed):  # noqa: N801  (used as a function)
@@ -317,7 +306,7 @@ class watch(Printed):  # noqa: N801  (used as a function)
         if callable(self._alarm):
             self._alarm(text)
         else:
-            warnings.warn(text, RuntimeWarning, stacklevel=_level_of_caller())
+            warnings.warn(text, RuntimeWarning, stacklevel=level_of_caller())
 
     def _is_bad(self, row: FaceRow) -> bool:
         return bool(row.statistics["nonfinite"]) or row.statistics["overflows%"] >= self._saturated
