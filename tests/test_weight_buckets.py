@@ -4,6 +4,7 @@ Oracle: the same program without buckets.
 """
 
 import copy
+import re
 
 import pytest
 import torch
@@ -219,6 +220,39 @@ def test_weights_that_another_stream_wrote_are_quantized_in_their_own_forward(ca
     x = random_tensor(32, 256)
     model(x)
     assert casts["cast"] == [2]  # the first one, and one that this step does not use; two are cast alone
+
+
+# The rows of the module's table: microbatches, evaluations; what is cached after forwards and backwards, after
+# evaluations, and after step_
+ROWS = re.findall(r"(one|two) micro\w+(?:, (\d) \w+)? +``(.+?)`` +(?:``(.+?)``)? +``(.+)``", face_cache.__doc__)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=" ".join)
+def test_the_table_of_the_module_says_which_faces_are_cached(row):
+    """After each event in the third of equal steps."""
+    layer = ht.quantize_(nn.Linear(64, 64), "fp8")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+
+    def cached():
+        (view,) = layer.weight.record.face_cache._views.values() or [(None, None)]
+        return ("R" if view[0] else "") + ("C" if view[1] else "") or "-"
+
+    for _ in range(3):
+        trained, evaluated = [], []
+        for _ in range(["one", "two"].index(row[0]) + 1):
+            loss = layer(random_tensor(32, 64, dtype=torch.float32).requires_grad_()).sum()
+            trained.append(cached())
+            loss.backward()
+            trained.append(cached())
+        for _ in range(int(row[1] or 0)):
+            with torch.no_grad():
+                layer(random_tensor(32, 64, dtype=torch.float32))
+            evaluated.append(cached())
+        optimizer.step()
+        optimizer.zero_grad()
+        ht.step_(layer)
+    assert len(ROWS) == 4
+    assert (" ".join(trained), " ".join(evaluated), cached()) == row[2:]
 
 
 def test_faces_of_another_stream_are_made_again_and_columns_wait_for_none(casts, stream):

@@ -1,5 +1,17 @@
 """Where casts record amaxes: fp32 tensors ``[S]``, one number for each delayed scale of a layer.
 
+The life of an amax in a step:
+
+1. A forward takes zeros (``provisional``); casts of its input, of its weight and of its output's gradient record there.
+2. Its backward commits them (``commit``); those of a forward that no backward follows are dropped.
+3. ``fold`` takes the maximum of all that is committed and ``total``, for all layers at once: when somebody reads
+   ``AmaxRecord.amax``, and in ``step_``.
+4. ``step_`` reduces the totals over ranks, moves them into the layers' histories, and zeros them.
+
+Casts of a compiled graph return their amaxes (``ReturnedAmaxes``), and its backward commits them into ``total`` at
+once. A gather of FSDP2 runs before it is known whether a backward follows: its casts record elsewhere (``of_gathers``),
+and the next gather after a write (``settle_gathers``) or ``step_`` counts them if one did.
+
 A compiled graph reaches the record of a layer by its *address*, int64 ``[1]``. Autograd saves what a graph needs in
 backward, and hooks on saved tensors may copy, pack or offload it: a number is the same in a copy, a record would be
 another one. The memory of records is therefore never freed; it is used again once its layer is gone.

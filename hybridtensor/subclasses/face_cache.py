@@ -1,8 +1,18 @@
 """The cached faces of a weight, and their lifetime.
 
-With one microbatch per step, the rowwise face is released after forward; the columnwise one is quantized in backward
-and released after it. With several microbatches, caching both costs memory and saves casts: the uses between the last
-two writes decide. A write invalidates all faces.
+A write invalidates all faces, ``step_`` quantizes those that the next forward needs, and the uses between the last two
+writes say how long faces are needed: with one microbatch a step, the columnwise one is quantized in backward and
+released after it; with several, both stay, which costs memory and saves casts. What is cached after each event in the
+third of equal steps, if the input has a gradient and ``keep_faces="auto"`` (R: rowwise, C: columnwise, -: none):
+
+==============================  ===========================  ===========  ========
+each step                       forwards and backwards       evaluations  step_
+==============================  ===========================  ===========  ========
+one microbatch                  ``- -``                                   ``R``
+two microbatches                ``RC RC RC -``                            ``RC``
+one microbatch, 1 evaluation    ``R R``                      ``-``        ``R``
+one microbatch, 2 evaluations   ``R R``                      ``R R``      ``R``
+==============================  ===========================  ===========  ========
 """
 
 from __future__ import annotations
