@@ -51,9 +51,10 @@ class Shard:
         amaxes: Amaxes over all shards, fp32, of shape ``plan.amaxes``, or None.
         order: Order of streams that use ``amaxes``, or None.
         exchange: Reduces the amaxes of all shards, if this is the first of them; or None.
-        agreed: Recipe that all ranks were found to have.
-        reduced: Key of the shard's contents (``written``) when ``amaxes`` were reduced.
-        contents: Key of what the last gather sent, see ``check_writes``; None if unknown.
+        agreed: Recipe that all ranks were found to have; they compare another one, by value.
+        reduced: ``written`` when ``amaxes`` were reduced: these collectives follow only writes that all ranks count.
+        contents: What the faces that the last gather sent were made of, see ``check_writes``; None if unknown. Here a
+            write counts that an alias only may have done.
         replayed: Whether a CUDA graph writes the weight, or its scales, uncounted.
         gathers: Each kind of gather of the weight's group, by the requested faces; shared by the group.
         prepared: The local shard and the first hook's result as the group prepared them; the result is None if the
@@ -112,7 +113,7 @@ class Shard:
         return common_scale_of(self.sharded.tensor)
 
     def written(self, part: MasterWeight) -> tuple[object, ...]:
-        """Return a key that changes with every counted in-place write, not with aliases, in which ranks may differ."""
+        """Return a key that changes with every counted in-place write, but not with aliases: ranks may have others."""
         return part.record, self.sharded.version, part.written, self.config
 
     # -- before the gather
