@@ -19,7 +19,7 @@ from inference_models import FAMILIES, WEIGHTS, recipe, values_of
 from safetensors.torch import load_file, save_file
 from tiers import in_turn
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig
 
 import hybridtensor as ht
 from hybridtensor.__main__ import main
@@ -521,3 +521,18 @@ def test_square_stacks_that_are_stored_transposed_come_back(kind, tmp_path):
     if kind == "persistent":
         values = other.w1.columnwise.dequantize()
     assert torch.equal(values, expected)
+
+
+@pytest.mark.parametrize("layout", ["ct_fp8_row", "auto"])
+def test_what_transformers_keeps_in_fp32_is_stored_in_fp32(layout, tmp_path):
+    """Ernie's router, whose weight in BF16 chose other experts."""
+    config = Ernie4_5_MoeConfig(hidden_size=128, intermediate_size=128, moe_intermediate_size=128, num_hidden_layers=2,
+                                num_attention_heads=2, num_key_value_heads=1, moe_num_experts=4, moe_k=2,
+                                moe_layer_start_index=1, vocab_size=64)  # fmt: skip
+    one, other = (AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval() for _ in range(2))
+    kept = {name: p.detach().clone() for name, p in one.named_parameters() if p.dtype == torch.float32}
+    assert any("gate.weight" in name for name in kept)
+    ht.quantize_(one, "fp8_rowwise")
+    ht.load_pretrained(ht.quantize_(other, "fp8_rowwise"), ht.export_pretrained(one, tmp_path / "out", layout))
+    for name, p in other.named_parameters():
+        assert name not in kept or torch.equal(p, kept[name]), name

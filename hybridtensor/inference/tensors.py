@@ -66,7 +66,7 @@ def inference_tensors(
             with gpt-oss's experts not at all), else the layout of compressed-tensors for each weight's format.
         experts: ``"separate"`` yields each expert under a name of its own: that of the checkpoint for models of
             transformers, else ``experts.3.w1.weight``. ``"stacked"``, and always ``"hf_mxfp4"``, uses the model's.
-        dtype: Dtype of tensors that are not quantized, except those that DeepSeek V4's checkpoints have in FP32.
+        dtype: Dtype of tensors that are not quantized, except those that Transformers keeps in FP32.
         bucket_bytes: Bytes of whole tensors that are sent together; at least one tensor.
         ranks: Ranks that get the tensors: ``"all"``, or ``"first"``, of a whole model: others get none.
         static_inputs: Whether to export delayed scales of inputs as ``input_scale``, in the layouts of

@@ -6,6 +6,7 @@ Shape letters: ``N, K`` a weight, ``E`` experts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -143,7 +144,7 @@ def exported(who: str, model: nn.Module, layout: str) -> list[Exported]:
         _check_experts(who, found)
         _check_kept(who, model, found)
         _check_readers(who, model, {id(one.value): one.name for one in quantized})
-    return _with_dtypes(model, found) if _released(found) else found
+    return _with_dtypes(model, found)
 
 
 def names_of(who: str, model: nn.Module, experts: str, found: list[Exported]) -> Names:
@@ -156,11 +157,16 @@ def _released(found: list[Exported]) -> bool:
 
 
 def _with_dtypes(model: nn.Module, found: list[Exported]) -> list[Exported]:
-    """Set FP32 for the parameters that released checkpoints store in FP32: Transformers' list without norms."""
+    """Set FP32 for the tensors that Transformers keeps in FP32 whatever the model's dtype (biases of routers); released
+    checkpoints store norms in BF16 all the same.
+    """
     known = getattr(of_transformers(model), "_keep_in_fp32_modules_strict", None) or ()
-    kept = {name for name in known if "norm" not in name}
+    released = _released(found)
+    kept = [name for name in known if not (released and "norm" in name)]
+    # As Transformers matches them: "gate.weight" anywhere in a name
+    pattern = re.compile("|".join(name.replace("*", ".*") for name in kept))
     return [
-        one._replace(dtype=torch.float32) if kept & set(one.name.split(".")) else one
+        one._replace(dtype=torch.float32) if kept and pattern.search(one.name) else one
         for one in found
     ]
 
