@@ -106,10 +106,14 @@ def _found(
 ) -> Iterator[tuple[str, int, Tensor]]:
     """Yield name, expert (0 of a linear layer) and tensor of the scales of inputs beside a weight."""
     experts = {names.of_module(name)[0]: 0} if not layer.is_stack else {}
-    if layer.is_stack and (whole := f"{name}_{SUFFIX}") in stored:
-        yield from ((whole, expert, one) for expert, one in enumerate(stored[whole].unbind(0)))
-    elif layer.is_stack:
+    if layer.is_stack:
         rows, _ = layer.size(tuple(value.shape))
+        renamed = names.of_stack(name, value.shape[0], rows) or name
+        for whole in {f"{name}_{SUFFIX}", f"{renamed}_{SUFFIX}"}:
+            if whole in stored:
+                scales = stored[whole].unbind(0)
+                yield from ((whole, expert, one) for expert, one in enumerate(scales))
+                return
         places = names.places(name, value.shape[0], rows)
         experts = {own: int(place[0]) // rows for own, place in places.items()}
     for own, expert in experts.items():

@@ -178,8 +178,11 @@ def _of_stack(
         value: The stack.
         turned: Whether it is stored ``[E, K, N]``.
     """
-    if has_stack(name, stored):
-        packed = packed_stack(name, stored)
+    rows = value.shape[2] if turned else value.shape[1]
+    renamed = names.of_stack(name, value.shape[0], rows) or name
+    own = name if has_stack(name, stored) else renamed
+    if has_stack(own, stored):
+        packed = packed_stack(own, stored)
         if any(one.shape[:1] != value.shape[:1] for one in packed.values()):
             raise ValueError(
                 f"{_WHO}: {name} of {value.shape[0]} experts is required, got "
@@ -191,7 +194,6 @@ def _of_stack(
             return values
         each = [{k: one[e] for k, one in packed.items()} for e in range(value.shape[0])]
         return _joined(name, value, [_face(name, one) for one in each], turned)
-    rows = value.shape[2] if turned else value.shape[1]
     places = names.places(name, value.shape[0], rows)
     parts = {own: packed_matrix(own, stored) for own in places}
     if any(not packed for packed in parts.values()):

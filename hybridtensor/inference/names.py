@@ -74,6 +74,13 @@ class Names:
             found = {f"{prefix}{e}.{parameter}.weight": of_one for e, of_one in enumerate(numbers)}
         return {stored: one.reshape(-1) for stored, one in found.items()}
 
+    def of_stack(self, name: str, count: int, rows: int) -> str | None:
+        """Return the name under which checkpoints have a stack as the model has it; None if they have other tensors."""
+        numbers = _numbered(count, rows)
+        found = self._stored(name, numbers)
+        is_whole = len(found) == 1 and torch.equal(next(iter(found.values())), numbers)
+        return next(iter(found)) if is_whole else None
+
     def of_values(self, name: str, values: Tensor) -> Named:
         """Yield values under the names of the checkpoint."""
         yield from self._stored(name, values).items()
@@ -133,13 +140,12 @@ class Names:
         Raises:
             ValueError: If it has matrices that are not rows of one expert's.
         """
-        # Transformers converts tensors only: rows are numbered, and the numbers tell which of them it stores where.
-        numbers = torch.arange(count * rows).view(count, rows, 1).expand(count, rows, 2)
-        found = self._stored(name, numbers.contiguous())
-        if list(found) == [name] and torch.equal(found[name], numbers):
+        found = self._stored(name, _numbered(count, rows))
+        whole = self.of_stack(name, count, rows)
+        if list(found) == [name] and whole == name:
             return None
-        if len(found) == 1 and torch.equal(next(iter(found.values())), numbers):
-            return next(iter(found))
+        if whole is not None:
+            return whole
         for stored, part in found.items():
             flat = part[..., 0].reshape(-1)
             rows_of_one = part.dim() == 2 and part.shape[1] == 2 and stored.endswith("weight")
@@ -232,6 +238,11 @@ def _as_stack(name: str, packed: list[Packed]) -> Named:
     for suffix in packed[0]:
         ending = _ENDINGS.get(suffix, f"_{suffix.removeprefix('weight_')}")
         yield f"{name}{ending}", stacked([of_one[suffix] for of_one in packed])
+
+
+def _numbered(count: int, rows: int) -> Tensor:
+    """Return a stack of numbers of rows: Transformers converts tensors only, and these tell what it stores where."""
+    return torch.arange(count * rows).view(count, rows, 1).expand(count, rows, 2).contiguous()
 
 
 def _split(name: str) -> tuple[str, str]:
