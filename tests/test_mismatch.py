@@ -110,6 +110,24 @@ def test_a_planted_bit_is_found(layout):
         assert found.value > before.value
 
 
+def test_what_an_engine_has_in_high_precision_is_the_engines():
+    """A bias and a norm of an earlier step: the model's own were used in their place, so that nothing differed."""
+    model = ht.quantize_(nn.Sequential(mlp(), nn.LayerNorm(128, dtype=torch.bfloat16)), "fp8")
+    x = random_tensor(40, 256)
+    tensors = {n: t.clone() for n, t in ht.inference_tensors(model)}
+    assert ht.mismatch(model, x, tensors=tensors.items()).is_zero
+    model[1].weight.data.mul_(2)
+    assert ht.mismatch(model, x, tensors=tensors.items()).value > 1
+    assert "1.bias" in tensors
+    del tensors["1.weight"]
+    assert ht.mismatch(model, x, tensors=tensors.items()).is_zero
+    tensors["0.0.bias"] += 1
+    assert ht.mismatch(model, x, tensors=tensors.items()).layers[0].bits > 0
+    tensors["0.0.bias"] = tensors["0.0.bias"][:4]
+    with pytest.raises(ValueError, match=r"0\.0\.bias of \[384\] is required among the tensors, got \[4\]"):
+        ht.mismatch(model, x, tensors=tensors.items())
+
+
 def test_another_rule_than_the_recipes():
     model = ht.quantize_(mlp(), "fp8")
     for rule in ("token", "1x128", "1x32", "1x16"):

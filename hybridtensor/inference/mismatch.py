@@ -28,7 +28,7 @@ from hybridtensor.inference.engine_mode import (
 )
 from hybridtensor.inference.layouts import AUTO, require_layout
 from hybridtensor.inference.tensors import BUCKET, tensors_for
-from hybridtensor.inference.weights import Exported, exported
+from hybridtensor.inference.weights import Exported, exported, named
 from hybridtensor.layers import evaluating
 from hybridtensor.plain import plain_
 from hybridtensor.printed import Printed, add_row, named_table
@@ -136,7 +136,8 @@ def mismatch(
         activation: How the engine quantizes inputs: in E4M3 per ``"tensor"``, per ``"token"`` or per ``"1x128"``, as
             MXFP8 ``"1x32"``, as NVFP4 ``"1x16"``. None is the recipe's rule, if it is one of these.
         tensors: Tensors of the engine, named as by ``inference_tensors(model, layout, experts="stacked")``; by default
-            those that are exported now. Static scales of inputs among them are used.
+            those that are exported now. Static scales of inputs among them are used, and so are norms, biases and all
+            else in high precision; what is not among them is the model's.
         static_inputs: Whether the engine uses the delayed scales of inputs, as after an export with
             ``static_inputs=True``; otherwise it measures inputs.
         seed: Seed for sampling the tokens whose probability ratios are computed.
@@ -156,6 +157,8 @@ def mismatch(
         ran, trained = _recorded(model, batch, found)
         # With NaN as converted weights: what the engine's mode does not multiply shows.
         engine = plain_(copy.deepcopy(model))
+        if tensors is not None:
+            _put_plain(engine, known, {one.name for one in found})
         weights = {one.name: engine_weight(_WHO, one, known, activation) for one in found}
         mode = put_weights(engine, weights)
         layers = [
@@ -173,6 +176,19 @@ def _exported(model: nn.Module, layout: str, static_inputs: bool) -> Iterable[tu
         _WHO, model, TIMEOUT, layout=layout, experts="stacked", dtype=torch.bfloat16,
         bucket_bytes=BUCKET, ranks="all", static_inputs=static_inputs,
     )  # fmt: skip
+
+
+def _put_plain(engine: nn.Module, known: Mapping[str, Tensor], converted: set[str]) -> None:
+    """Write an engine's tensors into the parameters and buffers that no recipe quantizes, such as norms and biases."""
+    for name, value in named(engine):
+        if name in converted or name not in known:
+            continue
+        if known[name].shape != value.shape:
+            raise ValueError(
+                f"{_WHO}: {name} of {list(value.shape)} is required among the tensors, got {list(known[name].shape)}; "
+                "pass what inference_tensors gives"
+            )
+        value.detach().copy_(known[name])
 
 
 def _check(
