@@ -169,6 +169,20 @@ def require_memory(who: str, name: str, tensor: Tensor) -> None:
         )
 
 
+def require_held(who: str, name: str, parameter: Tensor, values: Tensor) -> Tensor:
+    """Return the values that a parameter has in the dtype of a file; raise ValueError if some are too large for fp16.
+
+    Buffers may be: masks are filled with the largest number that there is, which is as good as infinity.
+    """
+    is_half = values.dtype == torch.float16 and isinstance(parameter, torch.nn.Parameter)
+    if is_half and bool(values.isinf().any()):
+        raise ValueError(
+            f"{who}: {name}: values up to 65504 are required in float16, got {int(values.isinf().sum())} others of "
+            f"{values.numel()}; choose bfloat16"
+        )
+    return values
+
+
 def place(who: str, device: object) -> torch.device:
     """Return a device from a device or its name; raise TypeError or ValueError for anything else."""
     if not isinstance(device, (str, torch.device)):

@@ -23,6 +23,7 @@ from hybridtensor.arguments import (
     require_choice,
     require_file,
     require_flag,
+    require_held,
     require_kind,
     require_memory,
     require_module,
@@ -97,7 +98,7 @@ def export_safetensors(
     Raises:
         ImportError: If ``safetensors`` is not installed.
         TypeError: If an argument is of the wrong kind.
-        ValueError: If ``dtype`` or ``path`` is wrong, a tensor is on the meta device, or a weight has no forward face.
+        ValueError: If an argument is wrong; of meta tensors, weights without forward face, fp16 overflow.
         NotImplementedError: If ``dtype`` is ``"quantized"`` and the model is sharded; for a stage of a pipeline.
         OSError: If the file cannot be written; of a sharded model RuntimeError, on every rank.
         RuntimeError: If a rank is gone; on every rank.
@@ -147,7 +148,7 @@ def _collect(
         elif quantized and isinstance(local(value), (MasterWeight, HybridTensor)):
             weights[name] = _add_faces(tensors, name, value, columnwise)
         else:
-            tensors[name] = _in_high_precision(value, of, DTYPES.get(dtype))
+            tensors[name] = _in_high_precision(name, value, of, DTYPES.get(dtype))
     if dtype == "quantized":
         digest = _digest(weights, tensors, metadata)
         description = {"version": _VERSION, "weights": weights, "digest": digest}
@@ -176,7 +177,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
 
 
 def _in_high_precision(
-    value: Tensor, masters: dict[int, Tensor], dtype: torch.dtype | None
+    name: str, value: Tensor, masters: dict[int, Tensor], dtype: torch.dtype | None
 ) -> Tensor:
     """Return the whole tensor, in ``dtype`` if it is a floating-point one."""
     part = local(value)
@@ -188,7 +189,8 @@ def _in_high_precision(
     if dtype is not None and values.is_floating_point():
         values = values.to(dtype)
     whole = with_local(value, values.detach())
-    return whole.full_tensor() if isinstance(whole, DTensor) else whole
+    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+    return require_held("export_safetensors", name, value, whole)
 
 
 def _add_faces(
@@ -311,9 +313,7 @@ def _load(
     if not description.keys() <= _KEYS or description.get("digest", digest) != digest:
         raise ValueError("what it tells of its tensors is not what was written")
     tied = {name: first for name, first in metadata.items() if name not in ("format", _KEY)}
-    for name, first in tied.items():
-        tensors[name] = tensors[first]
-    return tensors
+    return tensors | {name: tensors[first] for name, first in tied.items()}
 
 
 def _take_weight(tensors: dict[str, Tensor], name: str, description: Description) -> HybridTensor:

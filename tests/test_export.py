@@ -161,6 +161,21 @@ class TestBadInput:
             ht.export_safetensors(model, path, masters=torch.optim.AdamW(model.parameters()))
         assert not list(tmp_path.iterdir())
 
+    def test_parameters_that_are_too_large_for_fp16(self, tmp_path):
+        """They were written as Inf. Buffers are not refused: masks are filled with the largest number."""
+        model = ht.quantize_(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)).bfloat16(), "fp8")
+        model.register_buffer("mask", torch.full((2,), torch.finfo(torch.bfloat16).min))
+        model[1].weight.data[3] = 1e5
+        error = r"1\.weight: values up to 65504 are required in float16, got 1 others of 64; choose bfloat16"
+        with pytest.raises(ValueError, match=f"export_safetensors: {error}"):
+            ht.export_safetensors(model, tmp_path / "a", "fp16")
+        with pytest.raises(ValueError, match=f"export_pretrained: {error}"):
+            ht.export_pretrained(model, tmp_path / "b", dtype=torch.float16)
+        assert not list(tmp_path.iterdir())
+        ht.export_safetensors(model, tmp_path / "a", "bf16")
+        model[1].weight.data[3] = 1
+        ht.export_pretrained(model, tmp_path / "b", dtype=torch.float16)
+
     def test_paths(self, tmp_path):
         (tmp_path / "file").touch()
         for path in (tmp_path, tmp_path / "file" / "a"):

@@ -15,6 +15,7 @@ from hybridtensor.arguments import (
     require_choice,
     require_dtype,
     require_flag,
+    require_held,
     require_int,
     require_memory,
     require_module,
@@ -82,7 +83,8 @@ def inference_tensors(
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: If no layout, or not the given one, can store a weight, with an alternative; of a meta tensor; if
-            ranks differ. Everywhere, before anything is sent, but for MXFP4 exponents that NVFP4 cannot hold.
+            ranks differ. Everywhere, before anything is sent, but for MXFP4 exponents that NVFP4 cannot hold, and for
+            values that are too large for fp16.
         RuntimeError: If a rank is gone; on every rank.
     """
     return tensors_for(
@@ -237,6 +239,8 @@ def _packed(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of what is exported as its layout stores them."""
     if one.layout is None or isinstance(whole, Tensor):
+        if isinstance(whole, Tensor):
+            require_held(who, one.name, one.value, whole)
         biases = names.of_biases(one.name, one.value.shape)
         if biases and one.name.removesuffix("_bias") in stacks and isinstance(whole, Tensor):
             yield from zip(biases, whole.unbind(0), strict=True)
