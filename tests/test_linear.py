@@ -962,3 +962,16 @@ def test_outputs_are_written_in_place(spec, shape):
         assert torch.equal(y, expected)
         if y.requires_grad:
             y.sum().backward()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_layer_that_runs_twice_under_autocast_adds_its_gradients_in_its_own_dtype(cached):
+    """Autocast caches the cast of a plain weight, through which the sum of both gradients is rounded."""
+    converted, plain = layer("bf16", dtype=torch.float32)
+    for one in (converted, plain):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+            loss = sum(one(random_tensor(5, 32, seed=seed, dtype=torch.float32)).square().sum() for seed in (0, 1))
+        loss.backward()
+    assert torch.equal(converted.weight.grad, plain.weight.grad) is not cached
+    rounded = converted.weight.grad.bfloat16().float()
+    assert not cached or bool(((plain.weight.grad - rounded).abs() <= rounded.abs() * 2.0**-7).all())
