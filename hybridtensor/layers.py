@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from hybridtensor.distributed.fsdp.hooks import part_of
+from hybridtensor.dtensor import local
 from hybridtensor.linear.kinds import is_linear, stores_transposed
 from hybridtensor.linear.layer_forward import require_own_forward, set_recipe
 from hybridtensor.linear.stack_forward import recipe_at, set_stack_recipe
@@ -239,9 +240,10 @@ def _heads_of(model: nn.Module) -> set[nn.Module]:
 
 
 def _is_of_experts(module: nn.Module, weight: Tensor) -> bool:
-    """Return whether the first extent of a weight is the module's number of experts."""
+    """Return whether the first extent of a weight is the module's number of experts: of all, or of this rank's."""
     count = getattr(module, "num_experts", None)
-    return isinstance(count, int) and count == weight.shape[0] and min(weight.shape[1:]) > 1
+    is_count = isinstance(count, int) and count in (weight.shape[0], local(weight).shape[0])
+    return is_count and min(weight.shape[1:]) > 1
 
 
 def _is_transposed(module: nn.Module, parameter: str, weight: Tensor) -> bool:

@@ -250,6 +250,23 @@ def test_half_of_the_experts_on_each_rank(two, recipe):
     two.run(on_ranks, recipe)
 
 
+def counted_by_part(rank):
+    mesh = init_device_mesh(here(), (2,), mesh_dim_names=("ep",))
+    experts = Local().to(here())
+    experts.num_experts = EXPERTS // 2
+    for name in ("w1", "w2", "w3"):
+        cut = distribute_tensor(getattr(experts, name), mesh, [Shard(0)], src_data_rank=None)
+        setattr(experts, name, nn.Parameter(cut))
+    ht.quantize_(experts, "mxfp8")
+    assert not ht.explain(experts, show=False).skipped
+    assert all(isinstance(local(weight), ht.MasterWeight) for weight in experts.parameters())
+
+
+def test_experts_whose_module_counts_those_of_its_rank(two):
+    """Expert parallelism of Transformers sets ``num_experts`` so."""
+    two.run(counted_by_part)
+
+
 def delayed_on_ranks(rank, compiled):
     """Scales of three steps: each rank's experts have those that they have on one device, and know all of them."""
     mesh = init_device_mesh(here(), (2,), mesh_dim_names=("ep",))
