@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TypeVar, overload
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard  # private
 
 T = TypeVar("T", bound=Tensor)
 
@@ -40,6 +42,22 @@ def with_local(like: Tensor, part: Tensor) -> Tensor:
         meta = TensorMeta(like.shape, like.stride(), part.dtype)
         spec = spec.shallow_copy_with_tensor_meta(meta)
     return DTensor(part, spec, requires_grad=part.requires_grad)
+
+
+def has_several_sections(tensor: DTensor) -> bool:
+    """Return whether a rank's part of a tensor is several sections of it, as of two matrices stored in one."""
+    placements = tensor.placements
+    for dim, placement in enumerate(placements):
+        if isinstance(placement, _StridedShard) and tensor.device_mesh.size(dim) > 1:
+            # FSDP2's, too, of what is then cut along the same dimension by as many ranks: one section
+            then = [
+                tensor.device_mesh.size(other)
+                for other in range(dim + 1, len(placements))
+                if placements[other] == Shard(placement.dim)
+            ]
+            if placement.split_factor != math.prod(then):
+                return True
+    return False
 
 
 def mesh_along(tensor: DTensor, name: str | None) -> DeviceMesh:

@@ -21,7 +21,7 @@ from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.distributed.fsdp.planning import plan_of
 from hybridtensor.distributed.fsdp.shard import Shard, shard_of
 from hybridtensor.distributed.fsdp.torch_compat import ShardedParam, all_params
-from hybridtensor.dtensor import local
+from hybridtensor.dtensor import has_several_sections, local
 from hybridtensor.formats import (
     FP8_E4M3_1X128,
     FP8_E4M3_1X128_FP32_SCALE,
@@ -282,6 +282,11 @@ def _of(
 ) -> Exported:
     """Return a parameter as it is exported, its layout still to be chosen."""
     require_shape(who, name, value)
+    if isinstance(value, DTensor) and has_several_sections(value):
+        raise ValueError(
+            f"{who}: {name}: one section on each rank is required, got {list(value.shape)} placed as "
+            f"{value.placements}; save_pretrained the model, load it in one process, and export that"
+        )
     part = part_of(value)
     if layer is None or not is_converted(part) or is_of_no_layer(part):
         return Exported(name, value)

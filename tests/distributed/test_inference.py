@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import hybridtensor as ht
 from hybridtensor.inference import files, gather
@@ -357,6 +358,22 @@ def parts_by_value(rank):
 
 def test_values_of_parts_are_refused(two):
     two.run(parts_by_value)
+
+
+def halves_of_two(rank):
+    """Transformers cuts gate and up, which are one matrix, each on its own."""
+    mesh = init_device_mesh(here(), (2,), mesh_dim_names=("tp",))
+    layer = nn.Linear(64, 128, bias=False).to(here())
+    cut = distribute_tensor(layer.weight, mesh, [_StridedShard(0, split_factor=2)], src_data_rank=None)
+    layer.weight = nn.Parameter(cut)
+    for recipe in ("bf16", "mxfp8"):
+        model = ht.quantize_(nn.Sequential(layer), recipe)
+        with pytest.raises(ValueError, match=r"inference_tensors: 0.weight: one section on each rank .*; save_pret"):
+            dict(ht.inference_tensors(model))
+
+
+def test_parts_of_several_sections_are_refused(two):
+    two.run(halves_of_two)
 
 
 def other_recipes(rank):
