@@ -316,14 +316,13 @@ def _convert(
         if weight.config != config:
             _requantize(weight, config)
     else:
-        section = (
-            section_of(layer.weight)
-            if isinstance(layer.weight, DTensor) and not layer.is_stack
-            else None
-        )
+        section, dims = None, layer.parallel_dims()
         first = weight.record.first if isinstance(weight, MasterWeight) else None
-        if first is None and layer.is_stack and isinstance(layer.weight, DTensor):
-            first = first_expert(layer.weight)
+        if dims and isinstance(layer.weight, DTensor):
+            if not layer.is_stack:
+                section = section_of(layer.weight, dims)
+            elif first is None:
+                first = first_expert(layer.weight, dims)
         values = weight.plain if isinstance(weight, MasterWeight) else weight.data
         new: Weight = MasterWeight(values, config)
         if persistent:

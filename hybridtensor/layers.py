@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from hybridtensor.distributed.fsdp.hooks import part_of
+from hybridtensor.distributed.fsdp.torch_compat import params_of
 from hybridtensor.dtensor import local
 from hybridtensor.linear.kinds import is_linear, stores_transposed
 from hybridtensor.linear.layer_forward import require_own_forward, set_recipe
@@ -122,6 +124,19 @@ class Layer(NamedTuple):
         """Return out and in features of a weight, or of each expert."""
         rows, columns = shape[-2:]
         return (columns, rows) if self.transposed else (rows, columns)
+
+    def parallel_dims(self) -> list[int]:
+        """Return the mesh dimensions of a weight that is a DTensor, without those over which FSDP2 shards it."""
+        if not isinstance(self.weight, DTensor):
+            return []
+        place = (self.module, self.parameter)
+        held = [sharded.mesh for sharded in params_of(self.module) if place in sharded.places]
+        mesh = self.weight.device_mesh
+        names = mesh.mesh_dim_names or ()
+        of_fsdp = {name for other in held for name in other.mesh_dim_names or ()}
+        if held and not of_fsdp:  # a mesh without names is all of it
+            return []
+        return [dim for dim in range(mesh.ndim) if not names or names[dim] not in of_fsdp]
 
     def why_skipped(self) -> str | None:
         """Return why ``quantize_`` skips this layer by default, or None."""

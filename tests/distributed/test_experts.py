@@ -385,3 +385,24 @@ GROUPED = [
 def test_gathered_again_for_backward(two, case, persistent):
     """Experts in an FSDP2 group of their own, which has one face at a time, as those that are not sharded."""
     two.run(in_a_group_of_their_own, *case, persistent)
+
+
+def loaded_into_shards(rank):
+    torch.manual_seed(0)
+    plain, ends = Wrapped(Experts()).to(here()), [(*e[:-1], TOKENS) for e in ENDS]
+    whole = ht.quantize_(copy.deepcopy(plain), "fp8_delayed")
+    with torch.device("meta"):
+        empty = Wrapped(Experts())
+    sharded = fully_shard(empty, mesh=mesh_of(rank, 2))
+    for name, shard in list(sharded.experts.named_parameters()):
+        values = distribute_tensor(getattr(plain.experts, name), shard.device_mesh, shard.placements)
+        setattr(sharded.experts, name, nn.Parameter(values))
+    ht.quantize_(sharded, "fp8_delayed")
+    found = [steps(m, optimizer_of(m, False), rank, reduce=m is whole, ends=ends) for m in (whole, sharded)]
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_shards_of_fsdp2_are_not_those_of_expert_parallelism(two):
+    """Transformers shards an empty model, gives it the parameters that it loads, and calls ``quantize_``."""
+    two.run(loaded_into_shards)

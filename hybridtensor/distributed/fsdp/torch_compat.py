@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._guards import TracingContext
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtensor.dtensor import local
@@ -115,6 +116,11 @@ class ShardedParam(NamedTuple):
         """Return whether a module's parameter is this one: its parts, or all of it while it is gathered."""
         gathered = getattr(self.param, "_unsharded_param", None)
         return parameter is self.param.sharded_param or parameter is gathered
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh that FSDP2 got: dimensions of shards and replicas."""
+        return self.param.mesh_info.mesh
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
