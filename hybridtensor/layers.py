@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import parametrize
 
 from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.distributed.fsdp.torch_compat import params_of
-from hybridtensor.dtensor import local
 from hybridtensor.linear.kinds import is_linear, stores_transposed
 from hybridtensor.linear.layer_forward import require_own_forward, set_recipe
 from hybridtensor.linear.stack_forward import recipe_at, set_stack_recipe
@@ -143,9 +143,19 @@ class Layer(NamedTuple):
         # torch's class of ``MultiheadAttention.out_proj``, and of nothing else.
         if type(self.module) is nn.modules.linear.NonDynamicallyQuantizableLinear:
             return "nn.MultiheadAttention computes with its weight below autograd"
-        if self.is_stack and not _is_of_experts(self.module, self.weight):
+        if self.is_stack and not self._is_of_experts():
             return f"{type(self.module).__name__} has no num_experts that is its first extent"
         return SKIPPED_NAMES.get(self._kind_of_name())
+
+    def _is_of_experts(self) -> bool:
+        """Return whether the first extent of a weight is its module's number of experts: all, or those of the rank."""
+        weight, count = self.weight, getattr(self.module, "num_experts", None)
+        if not isinstance(count, int) or min(weight.shape[1:]) <= 1:
+            return False
+        if count == weight.shape[0] or not isinstance(weight, DTensor):
+            return count == weight.shape[0]
+        dims = [dim for dim in self.parallel_dims() if weight.placements[dim] == Shard(0)]
+        return count * math.prod(map(weight.device_mesh.size, dims)) == weight.shape[0]
 
     def _kind_of_name(self) -> str:
         """Return the key of ``SKIPPED_NAMES`` that applies to a layer, or ""."""
@@ -252,13 +262,6 @@ def _heads_of(model: nn.Module) -> set[nn.Module]:
         if isinstance(head, nn.Module):
             heads.update(head.modules())
     return heads
-
-
-def _is_of_experts(module: nn.Module, weight: Tensor) -> bool:
-    """Return whether the first extent of a weight is the module's number of experts: of all, or of this rank's."""
-    count = getattr(module, "num_experts", None)
-    is_count = isinstance(count, int) and count in (weight.shape[0], local(weight).shape[0])
-    return is_count and min(weight.shape[1:]) > 1
 
 
 def _is_transposed(module: nn.Module, parameter: str, weight: Tensor) -> bool:

@@ -250,21 +250,29 @@ def test_half_of_the_experts_on_each_rank(two, recipe):
     two.run(on_ranks, recipe)
 
 
-def counted_by_part(rank):
-    mesh = init_device_mesh(here(), (2,), mesh_dim_names=("ep",))
-    experts = Local().to(here())
-    experts.num_experts = EXPERTS // 2
+def counted_by_part(rank, shards):
+    """The model is cut while it is empty, and its parameters are loaded afterwards."""
+    mesh = init_device_mesh(here(), (shards, 2), mesh_dim_names=("dp", "ep"))
+    with torch.device("meta"):
+        experts = Local()
     for name in ("w1", "w2", "w3"):
-        cut = distribute_tensor(getattr(experts, name), mesh, [Shard(0)], src_data_rank=None)
+        cut = distribute_tensor(getattr(experts, name), mesh["ep"], [Shard(0)], src_data_rank=None)
         setattr(experts, name, nn.Parameter(cut))
+    experts.num_experts = EXPERTS // 2
+    if shards > 1:
+        fully_shard(experts, mesh=mesh["dp"])
+    for name in ("w1", "w2", "w3"):
+        setattr(experts, name, nn.Parameter(torch.zeros_like(getattr(experts, name), device=here())))
     ht.quantize_(experts, "mxfp8")
     assert not ht.explain(experts, show=False).skipped
     assert all(isinstance(local(weight), ht.MasterWeight) for weight in experts.parameters())
+    assert all(local(weight).record.first == rank % 2 * 2 for weight in experts.parameters())
 
 
-def test_experts_whose_module_counts_those_of_its_rank(two):
+@pytest.mark.parametrize("shards", [1, 2])
+def test_experts_whose_module_counts_those_of_its_rank(two, four, shards):
     """Expert parallelism of Transformers sets ``num_experts`` so."""
-    two.run(counted_by_part)
+    (two if shards == 1 else four).run(counted_by_part, shards)
 
 
 def delayed_on_ranks(rank, compiled):
