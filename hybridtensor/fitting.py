@@ -107,7 +107,13 @@ def check_weight(layer: Layer, persistent: bool) -> None:
             f"{where}: the weight is persistent and has no high-precision value; pass persistent=True"
         )
     stays = isinstance(part, HybridTensor) or (isinstance(part, MasterWeight) and not persistent)
-    if not stays and any(sharded.holds(weight) for sharded in params_of(layer.module)):
+    # A model that was sharded empty and then loaded has another parameter in that place
+    place = (layer.module, layer.parameter)
+    held = [
+        sharded.holds(weight) or (persistent and place in sharded.places)
+        for sharded in params_of(layer.module)
+    ]
+    if not stays and any(held):
         raise TypeError(
             f"{where}: FSDP2 shards its weight already; call quantize_ before fully_shard"
         )

@@ -218,6 +218,20 @@ def test_weights_that_cannot_be_sharded_are_refused_at_the_wrap(four):
     four.run(refused)
 
 
+def loaded_after_the_wrap(rank):
+    """Nothing would reduce amaxes over the shards, and each rank read all faces by scales of its own."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    fully_shard(model, mesh=mesh_of(rank, 2))
+    model[0].weight = nn.Parameter(torch.zeros_like(model[0].weight, device=here()))
+    with pytest.raises(TypeError, match="layer 0: FSDP2 shards its weight already; call quantize_ before"):
+        ht.quantize_(model, "fp8", persistent=True)
+
+
+def test_weights_that_are_loaded_into_shards_do_not_become_persistent(two):
+    two.run(loaded_after_the_wrap)
+
+
 def full_tensors(rank, spec, stepped):
     model, twin = shard(make(spec), mesh_of(rank, 2)), make(spec)
     if stepped:
