@@ -17,6 +17,7 @@ from processes import generator, here
 from sharding import mesh_of
 from tiers import in_turn
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -414,3 +415,41 @@ def loaded_into_shards(rank):
 def test_shards_of_fsdp2_are_not_those_of_expert_parallelism(two):
     """Transformers shards an empty model, gives it the parameters that it loads, and calls ``quantize_``."""
     two.run(loaded_into_shards)
+
+
+class Swapping(Experts):
+    """Experts that run with the local tensors of their weights, as expert parallelism of Transformers does it."""
+
+    def forward(self, x, ends):
+        own = dict(self._parameters)
+        self._parameters.update({name: weight.to_local() for name, weight in own.items()})
+        try:
+            return super().forward(x, ends)
+        finally:
+            self._parameters.update(own)
+
+
+def recomputed_while_swapped(rank):
+    mesh = init_device_mesh(here(), (2, 1), mesh_dim_names=("dp", "ep"))
+    torch.manual_seed(0)
+    models = [Wrapped(checkpoint_wrapper(Swapping()) if recomputes else Swapping()) for recomputes in (False, True)]
+    models[1].experts.load_state_dict(models[0].experts.state_dict())
+    found = []
+    for model in models:
+        experts = next(module for module in model.modules() if isinstance(module, Swapping)).to(here())
+        for name in ("w1", "w2", "w3"):
+            cut = distribute_tensor(getattr(experts, name), mesh["ep"], [Shard(0)], src_data_rank=None)
+            setattr(experts, name, nn.Parameter(cut))
+        ht.quantize_(model, "mxfp8")
+        fully_shard(experts, mesh=mesh["dp"], reshard_after_forward=True)
+        fully_shard(model, mesh=mesh["dp"])
+        model(tokens(0, rank), offsets(ENDS[0], here())).square().mean().backward()
+        found.append([weight.grad.full_tensor() for weight in experts.parameters()])
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_that_are_recomputed_keep_what_stands_at_their_weights(two):
+    """The second gather of a backward, in the middle of a forward, leaves the local tensors there."""
+    two.run(recomputed_while_swapped)

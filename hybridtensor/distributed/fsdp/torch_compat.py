@@ -255,10 +255,24 @@ class ShardedParam(NamedTuple):
         # torch whose ``unshard`` checks for a running backward would raise here, on activation
         # checkpointing. Out of sight of dispatch modes: selective checkpointing refuses, in its second pass, operators
         # that its first had not.
+        others = self._in_their_place()
         with _disable_current_modes(), self.group.use_training_state(TrainingState.IDLE):
             self.group._to_sharded()
             self.group.unshard()
             self.group.wait_for_unshard()
+        for module, name, tensor in others:  # FSDP2 registered its own
+            module._parameters[name] = tensor
+
+    def _in_their_place(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        """Return what a forward that runs put at the places of the group's parameters, such as their local tensors."""
+        found = []
+        for param in self.group.fsdp_params:
+            one = self._replace(param=param)
+            for module, name in one.places:
+                tensor = module._parameters.get(name)
+                if tensor is not None and not one.holds(tensor):
+                    found.append((module, name, tensor))
+        return found
 
 
 def _parameters(state: FSDPState) -> Iterator[ShardedParam]:
