@@ -222,6 +222,17 @@ def test_autocast(spec, autocast, x_dtype, device):
         torch.testing.assert_close(y, expected, rtol=0.2, atol=0.1 * expected.abs().max().item())
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("spec", "persistent"), [("bf16", False), ("fp8", False), ("fp8", True)])
+def test_models_in_float64_raise_also_under_autocast(spec, persistent, autocast):
+    """Autocast leaves float64 as it is: a plain model gives float64, which no product of ours computes."""
+    model = ht.quantize_(nn.Sequential(nn.Linear(32, 16)), spec, persistent=persistent).double()
+    x = torch.randn(4, 32, dtype=torch.float64)
+    expected = pytest.raises(TypeError, match=r"got the weight of layer 0 in torch\.float64; cast the model")
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), expected:
+        model(x)
+
+
 @pytest.mark.parametrize("spec", ["bf16", "fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"])
 def test_signs_that_torch_has_not_changed_yet(spec, device, monkeypatch):
     """Memory of the imaginary part of a conjugate, and of its gradient, has the other sign, which kernels would read.

@@ -130,9 +130,10 @@ def quantized_linear(
     config = weight.config or weight.recipe  # which raises
     if isinstance(input, HybridTensor):
         require_reader("linear", input, weight)
-    if dtype not in _DTYPES:
+    if dtype not in _DTYPES or weight.dtype not in _DTYPES:  # autocast leaves float64 as it is
         raise TypeError(
-            f"linear: bfloat16, float16 or float32 is required, got a weight in {dtype}; cast the model"
+            f"linear: bfloat16, float16 or float32 is required, got the weight of {layer_of(weight.record.layer)} in "
+            f"{weight.dtype}; cast the model"
         )
     # Sibling layers share a cast by this tensor: under autocast each layer gets a copy of its own below.
     cast_from = input
