@@ -784,6 +784,18 @@ def test_state_on_another_device_is_refused(recipe):
         net(random_tensor(64, 64, dtype=torch.float32)).sum().backward()
 
 
+@pytest.mark.parametrize(("spec", "dtype"), [("fp8_delayed", torch.bfloat16), ("nvfp4", torch.float32)])
+def test_a_state_in_another_dtype_raises(spec, dtype):
+    """As DistributedDataParallel's mixed precision casts all buffers, through ``data``: scales would be rounded, and a
+    kernel would read what they are not.
+    """
+    net = ht.quantize_(nn.Sequential(nn.Linear(32, 32)), spec)
+    for buffer in net.buffers():
+        buffer.data = buffer.to(dtype)
+    with pytest.raises(ValueError, match=rf"layer 0 has its state in {dtype}, not torch\.\w+; cast the model by to"):
+        net(torch.randn(4, 32)).sum().backward()
+
+
 class TestStochasticRounding:
     def test_a_detour_does_not_repeat_draws(self):
         net = model("nvfp4")

@@ -70,8 +70,14 @@ class StateTensors(NamedTuple):
             record.add_input(of_input if isinstance(of_input, Tensor) else None)
 
     def require_on(self, device: torch.device, who: object) -> None:
-        """Raise ValueError unless all tensors are on ``device``, because a kernel would use invalid addresses."""
-        for tensor in (self.encode_scale, self.rounding):
+        """Raise ValueError unless all tensors are on ``device`` in their dtypes, because a kernel would use invalid
+        addresses."""
+        for tensor, dtype in ((self.encode_scale, torch.float32), (self.rounding, torch.int64)):
+            if tensor is not None and tensor.dtype != dtype:
+                raise ValueError(
+                    f"{who}: {layer_of(self)} has its state in {tensor.dtype}, not {dtype}; cast the model "
+                    "by to(), which leaves buffers of quantization_state as they are"
+                )
             if tensor is not None and tensor.device != device:
                 raise ValueError(
                     f"{who}: layer {self.name} has its state on {tensor.device}, and what is quantized is on "
