@@ -24,6 +24,7 @@ from tiers import examples
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.utils._pytree import tree_leaves
 
 import hybridtensor as ht
@@ -773,6 +774,14 @@ class TestStepAfter:
                 ht.step_after(wrong, net)
         with pytest.raises(ValueError, match="step_after: no optimizer was given"):
             ht.step_after([], net)
+
+    def test_an_optimizer_that_has_no_hooks_is_refused(self):
+        """As torch's wrapper for local SGD, which never calls ``Optimizer.__init__``."""
+        net = model("fp8_delayed")
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        with pytest.raises(TypeError, match="got PostLocalSGDOptimizer, which has none; pass the"):
+            ht.step_after(PostLocalSGDOptimizer(inner, averager=None), net)
+        ht.step_after(inner, net)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])

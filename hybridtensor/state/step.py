@@ -144,6 +144,13 @@ class step_after:  # noqa: N801  (used as a function)
         self._optimizers: list[Optimizer] = list(optimizers) if several else [optimizers]  # type: ignore[arg-type, list-item]
         if not all(isinstance(optimizer, Optimizer) for optimizer in self._optimizers):
             raise wrong("step_after", "an optimizer, or a list of them,", optimizers)
+        for optimizer in self._optimizers:
+            # Wrappers such as torch's PostLocalSGDOptimizer leave out Optimizer.__init__, which makes the hooks.
+            if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+                raise TypeError(
+                    f"step_after: an optimizer with hooks of its steps is required, got {type(optimizer).__name__}, "
+                    "which has none; pass the optimizer that it wraps"
+                )
         if not self._optimizers:
             raise ValueError("step_after: no optimizer was given; pass those that train the model")
         self._optimizers = list(dict.fromkeys(self._optimizers))
