@@ -264,7 +264,7 @@ class ShardedParam(NamedTuple):
             module._parameters[name] = tensor
 
     def _in_their_place(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        """Return what a forward that runs put at the places of the group's parameters, such as their local tensors."""
+        """Return tensors, such as local ones, that a running forward put at the places of the group's parameters."""
         found = []
         for param in self.group.fsdp_params:
             one = self._replace(param=param)
