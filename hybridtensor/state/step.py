@@ -224,7 +224,12 @@ def _update_on_device(
     groups: list[Group],
     lineages: dict[LayerState, object | None],
 ) -> None:
-    """Update the delayed scales of layers on one device, and give them the lineages of the new scales."""
+    """Update the delayed scales of layers on one device, and give them the lineages of the new scales.
+
+    In this order: amaxes are reduced over ranks, since each rank has some; siblings share theirs; they are checked, so
+    that an error leaves the scales as they were; the scales are updated, and have another version; lineages are set,
+    each of one version; siblings part whose lineages differ on any rank.
+    """
     records = records_of(states)
     by_layer = [record.amax for record in records]
     reduced: Tensor | None = None
