@@ -4,6 +4,7 @@ Oracles: float64 products of the dequantized faces within the derived bound; ``F
 where a product is in high precision.
 """
 
+import copy
 import gc
 import itertools
 import weakref
@@ -109,6 +110,25 @@ def test_bf16_recipe_is_bitwise_the_plain_module(shape, bias, dtype, contiguous,
     for got, expected in zip(run(converted, x, g), run(plain, x, g), strict=True):
         assert (got is None) == (expected is None)
         assert got is None or (torch.equal(got, expected) and got.shape == expected.shape)
+
+
+@pytest.mark.parametrize("frozen", ["", "bias", "weight"])
+@pytest.mark.parametrize("spec", ["bf16", "fp8", "fp8_delayed"])
+def test_gradients_are_accumulated_in_the_order_of_the_plain_model(spec, frozen):
+    """Data parallelism packs them by it, and sums more than two ranks by where they are in a bucket."""
+
+    def order(model):
+        found = []
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not (frozen and name.endswith(frozen)))
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: found.append(name))
+        model(random_tensor(8, 64).requires_grad_()).sum().backward()
+        return found
+
+    layers = [nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64, bias=False), nn.Linear(64, 64)]
+    plain = nn.Sequential(*layers).bfloat16()
+    assert order(ht.quantize_(copy.deepcopy(plain), spec)) == order(plain)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])

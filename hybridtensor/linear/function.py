@@ -169,7 +169,7 @@ def quantized_linear(
         out, _, w = _forward(input, as_exported(weight) if exported else weight, bias, call)
         w.save()  # frees faces that nothing uses again
         return without_gradient(out, cast_from, weight, bias) if exported else out
-    return _Linear.apply(input, weight, bias, call)  # type: ignore[no-any-return]
+    return _Linear.apply(bias, input, weight, call)  # type: ignore[no-any-return]
 
 
 def _require_no_gradient(weight: Weight) -> None:
@@ -245,9 +245,10 @@ class _Ctx(Ctx):
 
 
 class _Linear(Function):
+    # The bias first, as in addmm: autograd accumulates gradients in this order, which data parallelism packs them by.
     @staticmethod
     def forward(
-        ctx: _Ctx, input: Tensor, weight: Weight, bias: Tensor | None, call: _Call
+        ctx: _Ctx, bias: Tensor | None, input: Tensor, weight: Weight, call: _Call
     ) -> Tensor:
         out, x, w = _forward(input, weight, bias, call)
         layer = weight.record.layer
@@ -297,7 +298,7 @@ def _backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     if grad_bias is not None and not ctx.input_contiguous and grad_output.dim() > 2:
         # The sum of the plain layer, bit for bit
         grad_bias = grad_output.sum(dim=tuple(range(grad_output.dim() - 1)))
-    return grad_input, grad_weight, grad_bias, None
+    return grad_bias, grad_input, grad_weight, None
 
 
 _in_eager_code = outside_graphs("the forward of a layer ran in eager code")(_backward)
@@ -307,7 +308,7 @@ def _require_one_derivative(ctx: _Ctx, grad_output: Tensor) -> None:
     """Raise NotImplementedError under ``create_graph=True`` if gradients depend on tensors that require a gradient."""
     # Here, not in a second backward: torch's ``once_differentiable`` only looks at ``grad_output``, and its error node
     # is not reached by ``torch.autograd.grad`` of the other operands, which would return zeros.
-    of_input, of_weight, *_ = ctx.needs_input_grad
+    _, of_input, of_weight, _ = ctx.needs_input_grad
     if grad_output.requires_grad or (of_input and of_weight):
         raise NotImplementedError(
             f"linear: create_graph=True differentiates gradients of {layer_of(ctx.products.context.state)} again, "

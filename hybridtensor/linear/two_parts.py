@@ -33,7 +33,8 @@ def requested_gradients(ctx: Ctx, needs: Needs, state: StateTensors | None) -> N
     """
     # ``ctx.needs_input_grad`` is the same in both parts of a backward. A graph has one part only.
     asked = list(needs)
-    for index, (node, _) in enumerate(ctx.next_functions[:3]):  # of input, weight, and bias if any
+    *of_bias, of_input, of_weight = ctx.next_functions  # of the bias if there is one
+    for index, (node, _) in enumerate((of_input, of_weight, *of_bias)):
         if asked[index] and node is not None:
             try:  # noqa: SIM105  (a context costs more, in every backward)
                 asked[index] = will_run(node)
