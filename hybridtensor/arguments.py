@@ -169,10 +169,10 @@ def require_memory(who: str, name: str, tensor: Tensor) -> None:
         )
 
 
-def require_held(who: str, name: str, parameter: Tensor, values: Tensor) -> Tensor:
-    """Return the values that a parameter has in the dtype of a file; raise ValueError if some are too large for fp16.
+def require_in_range(who: str, name: str, parameter: Tensor, values: Tensor) -> Tensor:
+    """Return the exported values of a parameter; raise ValueError if some are in fp16 and too large for it.
 
-    Buffers may be: masks are filled with the largest number that there is, which is as good as infinity.
+    Those of buffers may be: masks are filled with the largest number of a dtype, for which infinity serves as well.
     """
     is_half = values.dtype == torch.float16 and isinstance(parameter, torch.nn.Parameter)
     if is_half and bool(values.isinf().any()):

@@ -100,9 +100,8 @@ def quantize_(
     optimizers keep working. A second call changes the recipe. The output head (``lm_head``, or what the model returns
     as ``get_output_embeddings()``), routers, their gates (a ``gate`` narrower than its input), layers inside of these
     and ``shared_expert_gate`` stay plain by default; ``explain(model)`` says why, and the logger ``hybridtensor`` lists
-    them. Three-dimensional parameters are experts' weights if their first extent is their module's ``num_experts``,
-    which may count the experts of this rank.
-    Linear layers of classes other than ``nn.Linear`` and GPT-2's say ``is_transposed``: if stored ``[in, out]``.
+    them. Three-dimensional parameters are experts' weights if their first extent is their module's ``num_experts`` (of
+    all ranks, or of this one). Linear layers of other classes than ``nn.Linear`` and GPT-2's say ``is_transposed``.
 
     Args:
         model: Any module; its layers are found at every depth, the root included.

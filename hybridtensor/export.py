@@ -23,7 +23,7 @@ from hybridtensor.arguments import (
     require_choice,
     require_file,
     require_flag,
-    require_held,
+    require_in_range,
     require_kind,
     require_memory,
     require_module,
@@ -98,7 +98,7 @@ def export_safetensors(
     Raises:
         ImportError: If ``safetensors`` is not installed.
         TypeError: If an argument is of the wrong kind.
-        ValueError: If an argument is wrong; of meta tensors, weights without forward face, fp16 overflow.
+        ValueError: If an argument is wrong, a tensor is on meta or too large for fp16, or a weight has no forward face.
         NotImplementedError: If ``dtype`` is ``"quantized"`` and the model is sharded; for a stage of a pipeline.
         OSError: If the file cannot be written; of a sharded model RuntimeError, on every rank.
         RuntimeError: If a rank is gone; on every rank.
@@ -190,7 +190,7 @@ def _in_high_precision(
         values = values.to(dtype)
     whole = with_local(value, values.detach())
     whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-    return require_held("export_safetensors", name, value, whole)
+    return require_in_range("export_safetensors", name, value, whole)
 
 
 def _add_faces(

@@ -15,7 +15,7 @@ from hybridtensor.arguments import (
     require_choice,
     require_dtype,
     require_flag,
-    require_held,
+    require_in_range,
     require_int,
     require_memory,
     require_module,
@@ -240,7 +240,7 @@ def _packed(
     """Yield the tensors of what is exported as its layout stores them."""
     if one.layout is None or isinstance(whole, Tensor):
         if isinstance(whole, Tensor):
-            require_held(who, one.name, one.value, whole)
+            require_in_range(who, one.name, one.value, whole)
         biases = names.of_biases(one.name, one.value.shape)
         if biases and one.name.removesuffix("_bias") in stacks and isinstance(whole, Tensor):
             yield from zip(biases, whole.unbind(0), strict=True)
