@@ -86,7 +86,7 @@ def test_steps_with_delayed_scales(spec, way, device):
 
 
 class Spy(torch.utils._python_dispatch.TorchDispatchMode):
-    """ReturnedAmaxes which operators run."""
+    """Records which operators run."""
 
     def __init__(self):
         super().__init__()

@@ -30,7 +30,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 class CountingGather(DefaultAllGather):
-    """ReturnedAmaxes the bytes that this rank sends in each gather."""
+    """Records the bytes that this rank sends in each gather."""
 
     def __init__(self):
         self.sent = []

@@ -4,6 +4,8 @@ import contextlib
 import faulthandler
 import functools
 import gc
+import os
+import signal
 import traceback
 import warnings
 from pathlib import Path
@@ -20,7 +22,10 @@ if torch.cuda.is_available():
 
 
 class Ranks:
-    """``size`` processes in one process group; ``run(body, *args)`` calls ``body(rank, *args)`` in each."""
+    """``size`` processes in one process group; ``run(body, *args)`` calls ``body(rank, *args)`` in each.
+
+    One that does not answer in 120 s is ended, and the error says where its threads were.
+    """
 
     def __init__(self, size, directory, device):
         self.size, self.directory, self.device, self.starts = size, directory, device, 0
@@ -53,12 +58,17 @@ class Ranks:
         assert not errors, "\n".join(errors)
 
     def _answer(self, rank, pipe):
+        process = self.processes[rank]
         try:
-            return pipe.recv() if pipe.poll(120) else "no answer in 120 s"
+            if pipe.poll(120):
+                return pipe.recv()
+            happened = "no answer in 120 s"
+            os.kill(process.pid, signal.SIGABRT)  # writes where its threads are
+            process.join(5)
         except EOFError:
-            self.processes[rank].join(5)
-            crash = crash_of(rank, self._store()).read_text()
-            return f"the process ended with exit code {self.processes[rank].exitcode}\n{crash}"
+            process.join(5)
+            happened = f"the process ended with exit code {process.exitcode}"
+        return f"{happened}\n{crash_of(rank, self._store()).read_text()}"
 
     def stop(self):
         for pipe in self.pipes:
