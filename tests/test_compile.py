@@ -98,6 +98,27 @@ def test_writes_by_compiled_code_are_seen():
         assert torch.equal(row, layer.weight.config.weight.quantize(layer.weight.master).rowwise)
 
 
+@pytest.mark.parametrize("spec", ["fp8_delayed", "nvfp4"])
+def test_a_step_that_advances_the_state_is_compiled_once(spec):
+    def train(compiled):
+        model = make(spec)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+        def step(x):
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ht.step_(model)
+
+        run = torch.compile(step, backend="aot_eager") if compiled else step
+        for seed in range(4):
+            with torch.compiler.set_stance("fail_on_recompile" if seed else "default"):
+                run(random_tensor(6, 32, seed=seed))
+        return model(random_tensor(6, 32, seed=4))
+
+    assert torch.equal(train(compiled=True), train(compiled=False))
+
+
 def test_dynamic_token_counts_make_one_graph():
     model = make("fp8")
     counter = CompileCounterWithBackend("aot_eager")

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from hybridtensor.arguments import require_flag, require_module, wrong
 from hybridtensor.ops.amaxes import forget_gathers
-from hybridtensor.ops.library import is_captured
+from hybridtensor.ops.library import is_captured, outside_graphs
 from hybridtensor.ranks import patience, require_alike
 from hybridtensor.state.contract import (
     ADVICE,
@@ -39,7 +39,11 @@ from hybridtensor.state.step_amaxes import (
 from hybridtensor.state.training import Group, backward_that_runs, layer_states, training_of
 from hybridtensor.state.update import update_scales
 
+# Dynamo would trace counts of steps as constants, and compile again in each step.
+_between_graphs = outside_graphs("the state of quantizers advances between compiled graphs")
 
+
+@_between_graphs
 def step_(model: nn.Module, *, skipped: bool = False) -> nn.Module:
     """Advance the state of quantizers; call it once after every ``optimizer.step()``.
 
@@ -172,14 +176,14 @@ class step_after:  # noqa: N801  (used as a function)
         for handle in self._handles:
             handle.remove()
 
-    @torch.compiler.disable(reason="the state of quantizers advances between compiled graphs")  # type: ignore[untyped-decorator]
+    @_between_graphs
     def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         called = self._called.get(id(optimizer))
         # Otherwise hooks of gradients call it for each parameter: see ``_after``.
         if called is not None and (called == -1 or called != backward_that_runs()):
             self._end_step()  # another one was left out of the step before
 
-    @torch.compiler.disable(reason="the state of quantizers advances between compiled graphs")  # type: ignore[untyped-decorator]
+    @_between_graphs
     def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         # The scaler calls fused optimizers also for skipped steps; they skip on the device.
         found_inf = getattr(optimizer, "found_inf", None)
