@@ -98,6 +98,49 @@ def test_writes_by_compiled_code_are_seen():
         assert torch.equal(row, layer.weight.config.weight.quantize(layer.weight.master).rowwise)
 
 
+WRITES = {
+    "copy_": lambda weight, values: weight.copy_(values),
+    "fill_": lambda weight, values: weight.fill_(0.25),
+    "data": lambda weight, values: weight.data.mul_(0.5),
+    "lerp_": lambda weight, values: weight.lerp_(values, 0.5),
+}
+
+
+@pytest.mark.parametrize("spec", ["bf16", "fp8", "nvfp4"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES))
+def test_writes_of_a_persistent_weight_by_compiled_code_reach_its_master(write, spec):
+    def masters(compiled):
+        model = make(spec, persistent=True)
+        weight, values = model[0].weight, random_tensor(64, 32, seed=2)
+        optimizer = ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.5)
+
+        def written():
+            write(weight, values)
+
+        with torch.no_grad():
+            (torch.compile(written, backend="aot_eager") if compiled else written)()
+        step(model, list(model.parameters()), random_tensor(6, 32), random_tensor(6, 32, seed=1))
+        optimizer.step()
+        return [*optimizer.masters().values(), model(random_tensor(6, 32))]
+
+    for got, expected in zip(masters(compiled=True), masters(compiled=False), strict=True):
+        assert torch.equal(got, expected)
+
+
+USES_OF_ALIASES = {"write": lambda alias: alias.mul_(0.5), "read": torch.norm}
+
+
+@pytest.mark.parametrize("use", USES_OF_ALIASES.values(), ids=list(USES_OF_ALIASES))
+def test_an_alias_of_a_persistent_weight_that_compiled_code_made_is_refused(use):
+    """It has the memory of the faces, and nothing of the values in high precision."""
+    weight = make("fp8", persistent=True)[0].weight
+    alias = torch.compile(lambda: weight.detach(), backend="aot_eager")()
+    before = weight.dequantize()
+    with pytest.raises(NotImplementedError, match="leave both out of"):
+        use(alias)
+    assert torch.equal(weight.dequantize(), before)
+
+
 @pytest.mark.parametrize("spec", ["fp8_delayed", "nvfp4"])
 def test_a_step_that_advances_the_state_is_compiled_once(spec):
     def train(compiled):

@@ -220,6 +220,10 @@ class HybridTensor(InterceptingTensor):
             self.record.gathered.mark_traced()
         return super().__tensor_flatten__()
 
+    def take_carried(self, tensors: dict[str, Tensor], meaning: Metadata | None) -> None:
+        super().take_carried(tensors, meaning)
+        self.record.is_of_graph = True
+
     def is_set(self) -> tuple[bool, ...]:
         return self.rowwise is not None, self.columnwise is not None
 

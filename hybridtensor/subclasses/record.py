@@ -76,6 +76,8 @@ class WeightRecord:
             a layer was seen to have it. FSDP2 makes shards by one. See ``InterceptingTensor.is_of_no_layer``.
         is_copy: Whether this was made of another weight, and has the state of that one's layer, and no other layer was
             seen to have it since.
+        is_of_graph: Whether a graph that is being compiled has this, or a compiled one returned it: the values of a
+            persistent weight are unknown there.
         changes: Count of counted writes, and of moments at which an alias may have written: each invalidates faces.
         writes: Writes that handlers counted.
         written_on: CUDA stream of the last write, 0 on a CPU; None if unknown.
@@ -109,6 +111,7 @@ class WeightRecord:
         "is_held_elsewhere",
         "is_interprocess",
         "is_new",
+        "is_of_graph",
         "layer",
         "place",
         "readers",
@@ -131,7 +134,7 @@ class WeightRecord:
         self.cut: tuple[object, Section] | None = None
         self.first: int | None = None
         self.is_new = 0
-        self.is_copy = False
+        self.is_copy = self.is_of_graph = False
         self.changes = self.writes = self.compiled_writes = 0
         self.replayed = False
         self.written_on: int | None = None

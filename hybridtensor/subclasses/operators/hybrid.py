@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.arguments import HIGH_PRECISION
+from hybridtensor.ops.library import is_traced
 from hybridtensor.subclasses.faces import FaceTensor
 from hybridtensor.subclasses.high_precision import whole
 from hybridtensor.subclasses.hybrid_tensor import HybridTensor, is_of
@@ -153,6 +154,7 @@ def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         return dst
     if isinstance(src, HybridTensor) and _same_kind(dst, src) and not _is_empty_view(dst):
         _check_copy(dst, src)
+        require_outside_graphs(dst, "copy_")
         # A model may be loaded after its optimizer: faces that its masters gave already stay what these give.
         unchanged = dst.high_precision.loaded and bool(_equal(aten.equal.default, (dst, src), {}))
         for name in dst.inner_names:
@@ -197,6 +199,7 @@ def requantize_(dst: HybridTensor, values: Tensor) -> HybridTensor:
             f"in-place write: {dst!r} has no recipe to quantize the new values with; "
             "use quantizer.update_(tensor, values)"
         )
+    require_outside_graphs(dst, "in-place write")
     if not _is_empty_view(dst):
         # What casts do not read, float64 and integers, fp32 holds as well as the faces can
         refresh_(dst, values if values.dtype in HIGH_PRECISION else values.float())
@@ -241,6 +244,16 @@ def present_values(weight: HybridTensor, who: str) -> Tensor:
             "hybridtensor.optim.MasterWeights"
         )
     return weight.dequantize()
+
+
+def require_outside_graphs(weight: HybridTensor, who: Func | str) -> None:
+    """Raise NotImplementedError for a weight in a graph, whose inputs are faces without values, or for an alias that
+    left one; in a graph Dynamo breaks it, and eager code goes on with the weight."""
+    if weight.config is not None and (weight.record.is_of_graph or is_traced()):
+        raise NotImplementedError(
+            f"HybridTensor{of_layers(weight)}: {who} of a persistent weight in compiled code, or of an alias that it "
+            "made, which do not know the values in high precision; leave both out of torch.compile"
+        )
 
 
 @table.register(aten.equal.default)

@@ -13,7 +13,11 @@ from hybridtensor.subclasses.hybrid_tensor import HybridTensor
 from hybridtensor.subclasses.observing import observe_read
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, of_layers, overloads, written_by
 from hybridtensor.subclasses.operators.common import FUNCTIONAL
-from hybridtensor.subclasses.operators.hybrid import present_values, requantize_
+from hybridtensor.subclasses.operators.hybrid import (
+    present_values,
+    requantize_,
+    require_outside_graphs,
+)
 from hybridtensor.subclasses.operators.reads import READS, WRITES
 from hybridtensor.subclasses.quantizing import mark_overwritten
 from hybridtensor.subclasses.structure import flatten
@@ -133,6 +137,7 @@ def values_to_read(weight: HybridTensor, func: Func, in_training: bool = False) 
         table.refuse(func, (weight,), {})
     if weight.requires_grad or isinstance(weight, torch.nn.Parameter) or weight.is_gathered:
         _refuse_values(weight, func)
+    require_outside_graphs(weight, func)
     observe_read(weight, func, in_training=in_training)
     known = weight.known_values
     if known is not None:
