@@ -98,6 +98,23 @@ def test_writes_by_compiled_code_are_seen():
         assert torch.equal(row, layer.weight.config.weight.quantize(layer.weight.master).rowwise)
 
 
+@pytest.mark.parametrize("name", ["Adagrad", "ASGD", "RMSprop", "Rprop"])
+def test_a_compiled_step_of_an_optimizer_is_that_of_a_plain_model(name):
+    """These update with ``addcdiv_`` or ``addcmul_``, of which Dynamo makes other operators."""
+
+    def updated(model):
+        optimizer = getattr(torch.optim, name)(model.parameters())
+        step(model, list(model.parameters()), random_tensor(6, 32), random_tensor(6, 32, seed=1))
+        counter = CompileCounterWithBackend("aot_eager")
+        torch.compile(optimizer.step, backend=counter)()
+        return counter.frame_count, [p.detach() + 0 for p in model.parameters()]
+
+    (graphs, got), (expected_graphs, expected) = updated(make("bf16")), updated(ht.plain_(make("bf16")))
+    assert graphs == expected_graphs
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+
 WRITES = {
     "copy_": lambda weight, values: weight.copy_(values),
     "fill_": lambda weight, values: weight.fill_(0.25),

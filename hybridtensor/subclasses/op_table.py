@@ -136,9 +136,10 @@ def _is_composite(func: torch._ops.OpOverload[..., Any]) -> bool:
 def _is_elementwise(func: Func) -> bool:
     """Return whether torch tags an operator as elementwise, or the one that it is the in-place or ``_foreach_`` form
     of: these forms are not always tagged."""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
         return False
-    if _has_out(func):  # ``max.unary_out`` is not, though ``max.out`` is
+    # ``max.unary_out`` is not, though ``max.out`` is; Dynamo makes ``prims.fma`` of ``addcdiv_`` and others
+    if _has_out(func) or func.namespace == "prims":
         return torch.Tag.pointwise in func.tags
     name = func._schema.name.removeprefix("aten::").removeprefix("_foreach_")
     packet = getattr(torch.ops.aten, name if name.endswith("__") else name.removesuffix("_"), None)
