@@ -671,6 +671,22 @@ class TestStepAfter:
             optimizers[0].step()
         assert counter[1] == 5
 
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_frees_the_model_together_with_its_optimizers(self, count):
+        """At once, as without it: the memory of a model is not left to the garbage collector."""
+        net = model("nvfp4")
+        optimizers = [torch.optim.SGD([p], lr=0.1) for p in list(net.parameters())[:count]]
+        ht.step_after(optimizers, net)
+        train(net, optimizers[0], 1, step_=lambda net: None)
+        gc.collect()
+        gone = [weakref.ref(it) for it in (net, *net.parameters(), *optimizers)]
+        gc.disable()
+        try:
+            del net, optimizers
+            assert [it() for it in gone] == [None] * len(gone)
+        finally:
+            gc.enable()
+
     @pytest.mark.parametrize("fused", [False, True])
     def test_a_step_that_the_scaler_skips_does_not_count(self, fused):
         net = model("nvfp4")

@@ -145,19 +145,21 @@ class step_after:  # noqa: N801  (used as a function)
     def __init__(self, optimizers: Optimizer | Iterable[Optimizer], model: nn.Module) -> None:
         require_module("step_after", model)
         several = isinstance(optimizers, Iterable) and not isinstance(optimizers, torch.Tensor)
-        self._optimizers: list[Optimizer] = list(optimizers) if several else [optimizers]  # type: ignore[arg-type, list-item]
-        if not all(isinstance(optimizer, Optimizer) for optimizer in self._optimizers):
+        found: list[Optimizer] = list(optimizers) if several else [optimizers]  # type: ignore[arg-type, list-item]
+        if not all(isinstance(optimizer, Optimizer) for optimizer in found):
             raise wrong("step_after", "an optimizer, or a list of them,", optimizers)
-        for optimizer in self._optimizers:
+        for optimizer in found:
             # Wrappers such as torch's PostLocalSGDOptimizer leave out Optimizer.__init__, which makes the hooks.
             if not hasattr(optimizer, "_optimizer_step_post_hooks"):
                 raise TypeError(
                     f"step_after: an optimizer with hooks of its steps is required, got {type(optimizer).__name__}, "
                     "which has none; pass the optimizer that it wraps"
                 )
-        if not self._optimizers:
+        if not found:
             raise ValueError("step_after: no optimizer was given; pass those that train the model")
-        self._optimizers = list(dict.fromkeys(self._optimizers))
+        found = list(dict.fromkeys(found))
+        # Not the optimizers, whose hooks hold this: a cycle would keep the model until garbage is collected
+        self._count = len(found)
         self._model = model
         # The optimizers that were called in this step, by id, with the backward whose hooks called them or -1, and
         # whether one of them skipped it
@@ -165,7 +167,7 @@ class step_after:  # noqa: N801  (used as a function)
         self._is_skipped = False
         self._handles = [
             handle
-            for optimizer in self._optimizers
+            for optimizer in found
             for handle in (
                 optimizer.register_step_pre_hook(self._before),
                 optimizer.register_step_post_hook(self._after),
@@ -191,9 +193,9 @@ class step_after:  # noqa: N801  (used as a function)
             # Now: if the others are left out of this step, it ends after the next backward has measured amaxes.
             step_(self._model, skipped=True)
             self._is_skipped = True
-        was_complete = len(self._called) == len(self._optimizers)
+        was_complete = len(self._called) == self._count
         backward = self._called[id(optimizer)] = backward_that_runs()
-        if was_complete or len(self._called) < len(self._optimizers):
+        if was_complete or len(self._called) < self._count:
             return
         if backward == -1:
             self._end_step()
