@@ -69,7 +69,9 @@ def offload_activations(
         loss.backward()
 
     Parameters, buffers and cached faces are not offloaded, and neither are tensors saved outside of blocks, tensor
-    subclasses, and inputs that activation checkpointing inside of blocks saves. Gradients have the same bits.
+    subclasses, and inputs that activation checkpointing inside of blocks saves. A block that is called in a checkpoint,
+    or under other hooks on saved tensors that begin inside of the context, is left to these. Gradients have the same
+    bits.
 
     Args:
         blocks: Modules that run one after the other, for example ``model.blocks``; none inside of
@@ -200,7 +202,8 @@ class _Offload:
         self.traffic, self.min_bytes, self.pin_memory = Traffic(), min_bytes, pin_memory
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.lock = threading.RLock()  # autograd has a thread per device
-        self.open: list[tuple[_Group, torch.autograd.graph.saved_tensors_hooks]] = []
+        self.outside = _innermost()
+        self.open: list[tuple[_Group, torch.autograd.graph.saved_tensors_hooks] | None] = []
         self.last: _Group | None = None
         self.fetched: list[_Group] = []  # what backward is at, and what is fetched ahead
         self.known: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
@@ -209,6 +212,11 @@ class _Offload:
 
     @_not_traced
     def enter(self, block: nn.Module, args: object) -> None:
+        if _innermost() != self.outside:
+            # A checkpoint around the block counts what it saves, and again when it runs the block in backward,
+            # where these hooks may be gone
+            self.open.append(None)
+            return
         # FSDP2 gives the memory of gathered parameters back before ``leave`` could look at them
         group = _Group(self.last, {p.device for p in block.parameters()}, _addresses(block))
         hooks = torch.autograd.graph.saved_tensors_hooks(
@@ -221,7 +229,10 @@ class _Offload:
     def leave(self, block: nn.Module, args: object, output: object) -> None:
         """Start copying what the block saved, and free what the block before it saved."""
         # Copied now, not as each tensor is saved: by now it is known which of them a weight keeps anyway.
-        group, hooks = self.open.pop()
+        entered = self.open.pop()
+        if entered is None:
+            return
+        group, hooks = entered
         hooks.__exit__(None, None, None)
         self.send(group, _addresses(block))
         if self.last is not None:
@@ -355,6 +366,13 @@ def _checked(blocks: Iterable[nn.Module], keep_last: int, min_bytes: int) -> lis
 
 
 _offloaded: list[list[nn.Module]] = []  # the blocks of each open context
+
+
+def _innermost() -> tuple[Callable[..., object], Callable[..., object]] | None:
+    """Return the innermost hooks on saved tensors, by a private function of torch."""
+    found: tuple[Callable[..., object], Callable[..., object]] | None
+    found = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
 
 
 def _is_inside(blocks: list[nn.Module], others: list[nn.Module]) -> bool:
