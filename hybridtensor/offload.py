@@ -69,9 +69,9 @@ def offload_activations(
         loss.backward()
 
     Parameters, buffers and cached faces are not offloaded, and neither are tensors saved outside of blocks, tensor
-    subclasses, and inputs that activation checkpointing inside of blocks saves. A block that is called in a checkpoint,
-    or under other hooks on saved tensors that begin inside of the context, is left to these. Gradients have the same
-    bits.
+    subclasses, and outputs that selective checkpointing inside of blocks keeps; inputs of checkpoints there are. A
+    block that is called in a checkpoint, or under other hooks on saved tensors that begin inside of the context, is
+    left to these. Gradients have the same bits.
 
     Args:
         blocks: Modules that run one after the other, for example ``model.blocks``; none inside of

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import weakref
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from tiers import covered
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import hybridtensor as ht
 from hybridtensor import offload
@@ -205,6 +206,24 @@ def test_evaluation_errors_and_checkpoints_leave_no_trace():
     model[0].down.forward = lambda x: checkpoint(inner, x, use_reentrant=False)
     got, _ = step(model, keep_last=0)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "selective"])
+def test_inputs_of_checkpoints_inside_of_blocks_travel_and_kept_outputs_do_not(kind):
+    options = {"use_reentrant": kind == "reentrant"}
+    if kind == "selective":
+        keep = functools.partial(
+            create_selective_checkpoint_contexts, lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE
+        )
+        options["context_fn"] = keep
+    block = nn.LayerNorm(WIDTH)  # only parameters say on which device what it saves is
+    block.forward = lambda x: checkpoint(torch.tanh, x * 2, **options)
+    x = random_tensor(TOKENS, WIDTH).requires_grad_()
+    with offload_activations([block], keep_last=0) as traffic:
+        y = block(x)
+    assert traffic.to_host == x.nbytes
+    y.backward(torch.ones_like(y))
+    assert torch.equal(x.grad, torch.autograd.grad(torch.tanh(x * 2), x, torch.ones_like(x))[0])
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["backward after it", "backward inside"])
