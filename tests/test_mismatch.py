@@ -146,6 +146,26 @@ def test_neither_the_model_nor_its_state_changes():
     assert all(torch.equal(torch.as_tensor(after[n]), t) for n, t in before.items())
 
 
+def test_both_begin_with_the_buffers_and_random_numbers_that_the_model_has():
+    """Which it has afterwards, too: routers count tokens in evaluation as well."""
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.linear(x) * self.calls * torch.rand(1)
+
+    model = ht.quantize_(Counting().to(torch.bfloat16), "fp8")
+    state = torch.get_rng_state()
+    assert ht.mismatch(model, random_tensor(40, 64), activation="tensor").is_zero
+    assert model.calls == 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_values_of_the_engine_are_not_those_of_the_model():
     """What is left of converted weights in the engine's model is NaN."""
 

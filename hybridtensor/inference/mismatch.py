@@ -19,6 +19,7 @@ from hybridtensor.arguments import (
     require_module,
     wrong,
 )
+from hybridtensor.check import restored
 from hybridtensor.inference.engine_mode import (
     RULES,
     Engine,
@@ -130,7 +131,8 @@ def mismatch(
     for NVFP4, whose three scales are multiplied in another order.
 
     Args:
-        model: A model after ``quantize_``, not sharded. It is run in evaluation mode.
+        model: A model after ``quantize_``, not sharded. It is run in evaluation mode; buffers and torch's generators
+            are as before afterwards.
         batch: Arguments of the model: a tensor, a tuple, or a dictionary of keyword arguments.
         layout: See ``inference_tensors``.
         activation: How the engine quantizes inputs: in E4M3 per ``"tensor"``, per ``"token"`` or per ``"1x128"``, as
@@ -153,8 +155,9 @@ def mismatch(
     _check(model, layout, activation, tensors is not None, static_inputs)
     found = [one for one in exported(_WHO, model, layout) if one.layout is not None]
     known = _by_name(_exported(model, layout, static_inputs) if tensors is None else tensors)
-    with evaluating(model):
-        ran, trained = _recorded(model, batch, found)
+    with evaluating(model), restored(model, batch):
+        with restored(model, batch):  # the engine begins with the same buffers and random numbers
+            ran, trained = _recorded(model, batch, found)
         # With NaN as converted weights: what the engine's mode does not multiply shows.
         engine = plain_(copy.deepcopy(model))
         if tensors is not None:
