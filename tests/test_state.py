@@ -671,6 +671,15 @@ class TestStepAfter:
             optimizers[0].step()
         assert counter[1] == 5
 
+    @pytest.mark.parametrize("wrap", [lambda net: net, nn.Sequential], ids=["the model", "a wrapper of it"])
+    def test_called_again_the_state_advances_once(self, wrap):
+        net, other = model("nvfp4"), model("nvfp4")
+        optimizer = torch.optim.SGD([*net.parameters(), *other.parameters()], lr=0.1)
+        for it in (net, other, wrap(net)):
+            ht.step_after(optimizer, it)
+        optimizer.step()
+        assert [it[0].quantization_state.rounding[1] for it in (net, other)] == [1, 1]
+
     @pytest.mark.parametrize("count", [1, 2])
     def test_frees_the_model_together_with_its_optimizers(self, count):
         """At once, as without it: the memory of a model is not left to the garbage collector."""

@@ -133,6 +133,8 @@ class step_after:  # noqa: N801  (used as a function)
         if scaler.get_scale() < before:
             ht.step_(model, skipped=True)
 
+    Another call for one of the optimizers and the same model takes the place of the first.
+
     Args:
         optimizers: An optimizer, or several that train the model together.
         model: As for ``step_``.
@@ -161,6 +163,8 @@ class step_after:  # noqa: N801  (used as a function)
         # Not the optimizers, whose hooks hold this: a cycle would keep the model until garbage is collected
         self._count = len(found)
         self._model = model
+        for former in [it for optimizer in found for it in _that_follow(optimizer)]:
+            former._make_way_for(model)
         # The optimizers that were called in this step, by id, with the backward whose hooks called them or -1, and
         # whether one of them skipped it
         self._called: dict[int, int] = {}
@@ -177,6 +181,12 @@ class step_after:  # noqa: N801  (used as a function)
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def _make_way_for(self, model: nn.Module) -> None:
+        """End if a later call has the same model, or a wrapper of it: its state would advance twice in a step."""
+        states = set(layer_states(model))
+        if model is self._model or (states and states == set(layer_states(self._model))):
+            self.remove()
 
     @_between_graphs
     def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -207,6 +217,13 @@ class step_after:  # noqa: N801  (used as a function)
         self._called.clear()
         if not is_skipped:
             step_(self._model)
+
+
+def _that_follow(optimizer: Optimizer) -> list[step_after]:
+    owners = [
+        getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_post_hooks.values()
+    ]
+    return [owner for owner in owners if isinstance(owner, step_after)]
 
 
 def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRanks) -> None:
