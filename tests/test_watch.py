@@ -11,7 +11,8 @@ import torch
 from face_numbers import KeptFaces, assert_numbers
 from siblings import Model, inputs
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import hybridtensor as ht
 from hybridtensor.optim import MasterWeights
@@ -160,12 +161,25 @@ def test_two_watches_leave_compiled_code_compiled(every):
     assert compiled
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputation(reentrant):
+def keep_all(context, operator, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_reentrant": True},
+        {"use_reentrant": False},
+        # Which must not see what measures: it would keep sums, and find them changed
+        {"use_reentrant": False, "context_fn": lambda: create_selective_checkpoint_contexts(keep_all)},
+    ],
+    ids=["reentrant", "not reentrant", "selective"],
+)
+def test_recomputation(options):
     model, plain = model_of("mxfp8"), model_of("mxfp8")
 
     def checkpointed(x):
-        return checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
+        return checkpoint(model, x.requires_grad_(), **options)
 
     with ht.watch(model, every=1) as watched, ht.watch(plain, every=1) as other:
         train(model, 2, forward=checkpointed)
@@ -174,6 +188,18 @@ def test_recomputation(reentrant):
     mine, wanted = watched.samples[1].scalars(), other.samples[1].scalars()
     # the plain input of the first block asks for no gradient there
     assert {name: mine[name] for name in wanted} == pytest.approx(wanted, nan_ok=True)
+
+
+def test_dispatch_modes_do_not_see_what_measures():
+    model, flops = model_of("mxfp8"), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with ht.watch(model, every=2) as watched:
+        for _ in range(2):
+            with FlopCounterMode(display=False) as counter:
+                train(model, 1, optimizer=optimizer)
+            flops.append(counter.get_total_flops())
+    assert len(watched.samples) == 1
+    assert flops[0] == flops[1]
 
 
 def test_microbatches_and_several_optimizers():
