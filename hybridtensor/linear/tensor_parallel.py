@@ -6,6 +6,7 @@ output are. So there is one implementation of the three products, and each part 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -89,11 +90,12 @@ def sharded_linear(input: Tensor, weight: DTensor, bias: DTensor | None = None) 
     if bias is not None:
         _check("bias", bias, weight)
         b = bias.to_local(grad_placements=grad_bias)
-        # Row parallel, the output is a sum over ranks, and so would be the bias: only the first
-        # rank adds it.
-        for dim, placement in enumerate(weight.placements):
-            if placement == Shard(1) and mesh.get_local_rank(dim):
-                b = _Elsewhere.apply(b)
+        # Row parallel, the output is a sum over ranks, and so is the bias, of parts as torch's DTensor makes them.
+        parts = math.prod(
+            mesh.size(dim) for dim, placed in enumerate(weight.placements) if placed == Shard(1)
+        )
+        if parts > 1:
+            b = _Part.apply(b, parts)
     # Every attribute of the weight would pass through its torch function.
     with torch._C.DisableTorchFunctionSubclass():
         mark_section(weight, w)
@@ -169,16 +171,16 @@ def section_of(weight: DTensor, dims: Iterable[int] | None = None) -> Section:
     return Section(index[0], count[0], first[0], index[1], count[1])
 
 
-class _Elsewhere(Function):
-    """Autograd function of a bias that another rank adds to a sum over ranks; its gradient is equal on all."""
+class _Part(Function):
+    """Autograd function of a rank's part of a bias in a sum over ranks; its gradient is equal on all."""
 
     @staticmethod
-    def forward(ctx: object, bias: Tensor) -> Tensor:
-        return torch.zeros_like(bias)
+    def forward(ctx: object, bias: Tensor, parts: int) -> Tensor:
+        return bias / parts
 
     @staticmethod
-    def backward(ctx: object, grad_output: Tensor) -> Tensor:
-        return grad_output
+    def backward(ctx: object, grad_output: Tensor) -> tuple[Tensor, None]:
+        return grad_output, None
 
 
 def require_own_tokens(input: object) -> None:

@@ -80,6 +80,22 @@ def test_bitwise_the_parts_as_layers(two):
     two.run(like_the_parts, in_turn(RECIPES, [False, True]))
 
 
+def like_plain_modules(rank):
+    mesh = tp_mesh()
+    for bias in (False, True):
+        plain = parallelize_module(make(bias), mesh, plan())
+        (y, dx, grads), (y_plain, dx_plain, expected) = (
+            step(model, data(1), data(2)) for model in (cut("bf16", mesh, bias=bias), plain)
+        )
+        assert torch.equal(y, y_plain)
+        assert torch.equal(dx, dx_plain)
+        assert all(torch.equal(grads[name], grad) for name, grad in expected.items())
+
+
+def test_bf16_has_the_bits_of_plain_modules(two):
+    two.run(like_plain_modules)
+
+
 ROUNDED = 2.0**-8  # a bf16 number, to nearest
 
 

@@ -96,7 +96,7 @@ class Halves(nn.Module):
                         mine.copy_(whole_.chunk(size)[rank])
                 part.down.weight.copy_(model.down.weight.chunk(size, dim=1)[rank])
                 if bias:
-                    part.down.bias.copy_(model.down.bias if rank == 0 else torch.zeros_like(model.down.bias))
+                    part.down.bias.copy_(model.down.bias / size)
             self.parts.append(ht.quantize_(part, recipe))
 
     def forward(self, x):
