@@ -161,6 +161,24 @@ def test_layers_do_not_look_through_their_bucket_in_vain(recipe, variant, monkey
     assert len(asked) <= 3 * len(model)  # for the next step, rowwise where none was made ready, columnwise
 
 
+@pytest.mark.parametrize(
+    ("recipe", "persistent", "weights"),
+    [("fp8", False, 0), ("nvfp4", False, 0), ("fp8", True, 0), ("fp8_delayed", True, 0), ("fp8_delayed", False, 6),
+     ("fp8+free_faces", False, 6)],
+)  # fmt: skip
+def test_faces_of_frozen_weights_stay(recipe, persistent, weights, monkeypatch):
+    """Nobody writes them, but ``step_`` gives them other delayed scales."""
+    casts, real = [], definition.ReferenceCast.run
+    monkeypatch.setattr(definition.ReferenceCast, "run", lambda *args: [casts.append(0), real(*args)][1])
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3))).bfloat16().requires_grad_(False)
+    ht.quantize_(model, recipe, persistent=persistent)
+    for _ in range(3):
+        casts.clear()
+        model(random_tensor(32, 64).requires_grad_()).float().square().sum().backward()
+        ht.step_(model)
+    assert len(casts) == 3 + 3 + weights  # inputs, gradients, and both faces of each weight
+
+
 def test_weights_that_are_multiplied_transposed_are_not_made_ready_as_they_lie(casts, monkeypatch):
     """As of GPT-2's layers: each is cast once as the product reads it."""
     measured, real = [], definition.ReferenceCast.measure
