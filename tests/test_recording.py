@@ -152,8 +152,10 @@ def averaged_weights(net, run, x):
 
 
 def frozen_weights(net, run, x):
+    """In compiled code they would count: it does not know that the layers have a backward in the same step."""
     net.requires_grad_(False)
-    run(x)
+    with torch.set_grad_enabled(run is net):
+        run(x)
     net.requires_grad_(True)
 
 

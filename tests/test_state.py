@@ -26,6 +26,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
 from hybridtensor import Context, DelayedFloat8Quantizer, HybridConfig, HybridQuantizer, LayerState
@@ -215,6 +216,13 @@ def states(net):
     return {name: t.clone() for name, t in net.state_dict().items() if "quantization_state" in name}
 
 
+WAYS_TO_RUN = {
+    "eager": lambda net: net,
+    "compiled": lambda net: torch.compile(net, backend="aot_eager"),
+    "checkpointed": lambda net: functools.partial(checkpoint, net, use_reentrant=False),
+}
+
+
 class TestDelayedScaling:
     def test_the_state_is_in_the_buffers(self, device):
         net = model(device=device)
@@ -356,6 +364,26 @@ class TestDelayedScaling:
             y.float().square().mean().backward()
         for a, b in zip(delayed.parameters(), current.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad)
+
+    @pytest.mark.parametrize("persistent", [False, True])
+    @pytest.mark.parametrize("way", WAYS_TO_RUN.values(), ids=list(WAYS_TO_RUN))
+    def test_frozen_layers_before_all_that_is_trained_follow(self, way, persistent, device):
+        """No backward reaches them, and their scales are those that a gradient of the input would give them."""
+
+        def scales(input_grad):
+            net = ht.plain_(model("bf16", device=device))
+            net[0].requires_grad_(False)
+            ht.quantize_(net, DELAYED, persistent=persistent)
+            run = way(net)
+            for step in range(3):
+                x = random_tensor(6, 32, device=device, seed=step) * (step + 1)
+                run(x.requires_grad_(input_grad)).square().sum().backward()
+                ht.step_(net)
+                with torch.no_grad():  # evaluation
+                    run(1000 * x)
+            return net[0].quantization_state.encode_scale[:2].tolist()
+
+        assert scales(input_grad=False) == scales(input_grad=True) != [1, 1]
 
     @pytest.mark.parametrize("recipe", [DELAYED, "nvfp4", "fp8_delayed/fp8_delayed/nvfp4"], ids=str)
     def test_resumes_bitwise(self, recipe, device):

@@ -28,7 +28,15 @@ from hybridtensor.linear.operands import (
     Weight,
     uses_other_layout,
 )
-from hybridtensor.linear.products import Backward, output, plain_output, plain_part, with_shape
+from hybridtensor.linear.products import (
+    Backward,
+    committed_alone,
+    graph_amaxes,
+    output,
+    plain_output,
+    plain_part,
+    with_shape,
+)
 from hybridtensor.linear.two_parts import requested_gradients
 from hybridtensor.linear.weight_operands import weight_operand
 from hybridtensor.ops import Groups
@@ -41,7 +49,7 @@ from hybridtensor.ops.library import (
     outside_graphs,
     runs_directly,
 )
-from hybridtensor.ops.order import in_backward, node_of
+from hybridtensor.ops.order import in_backward, node_of, require_node
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context, LayerState, StateTensors, layer_of
@@ -147,27 +155,27 @@ def quantized_linear(
         _require_no_gradient(weight)
     of_bias = bias is not None and bias.requires_grad
     needs = Needs(input.requires_grad, weight.requires_grad, of_bias) if grad else _NO_GRADIENTS
-    training = needs.input or needs.weight or needs.bias
     of_weight = weight.context
     state = of_weight.state
-    if training and state is not None and state.step_amax is not None:
+    if grad and state is not None and state.step_amax is not None:
         before = input.record.amaxes if isinstance(input, HybridTensor) else None
         of_graph = isinstance(before, ReturnedAmaxes)
-        # Provisional amaxes of this forward, which its backward commits: a forward without backward changes no state.
+        # Provisional amaxes of this forward: if a backward follows, only that commits them.
         state = state._replace(amax=before) if of_graph else state.provisional()
     context = Context(
         "input",
         state,
-        record=training,
+        record=grad,
         section=of_weight.section,
         groups=groups,
         values=(may_hold_values(dtype, groups), False),
         direct=direct,
     )
     call = _Call(config, needs, dtype, context, of_weight, cast_from, operand)
-    if not training:
-        out, _, w = _forward(input, as_exported(weight) if exported else weight, bias, call)
+    if not (needs.input or needs.weight or needs.bias):
+        out, x, w = _forward(input, as_exported(weight) if exported else weight, bias, call)
         w.save()  # frees faces that nothing uses again
+        out = committed_alone(out, x, w, context) if grad else out
         return without_gradient(out, cast_from, weight, bias) if exported else out
     return _Linear.apply(bias, input, weight, call)  # type: ignore[no-any-return]
 
@@ -256,10 +264,10 @@ class _Linear(Function):
         groups, traced = call.context.groups, not call.context.direct and is_traced()
         # Saved below, so that autograd detects writes of their ends
         ctx.has_groups = groups is not None
-        graph_amaxes = ctx.products.graph_amaxes() if traced else []
-        ctx.num_amaxes = len(graph_amaxes)
+        amaxes = graph_amaxes(call.context.state) if traced else []
+        ctx.num_amaxes = len(amaxes)
         # In this order: backward pops them from the end.
-        ctx.save_for_backward(*saved, *([] if groups is None else [groups.ends]), *graph_amaxes)
+        ctx.save_for_backward(*saved, *([] if groups is None else [groups.ends]), *amaxes)
         ctx.traced = traced
         ctx.nodes = [node_of(tensor) for tensor in saved] if traced else ()
         ctx.input_shape, ctx.input_contiguous = input.shape, input.is_contiguous()
@@ -277,8 +285,8 @@ def _backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         _require_one_derivative(ctx, grad_output)
     saved, products = list(ctx.saved_tensors), ctx.products
     for tensor, node in zip(saved, ctx.nodes, strict=False):
-        _require_node(tensor, node)
-    graph_amaxes = [saved.pop() for _ in range(ctx.num_amaxes)] if ctx.num_amaxes else []
+        require_node(tensor, node)
+    amaxes = [saved.pop() for _ in range(ctx.num_amaxes)] if ctx.num_amaxes else []
     if ctx.has_groups:
         products = products.with_ends(saved.pop())
     is_quantized = isinstance(grad_output, HybridTensor)
@@ -291,7 +299,7 @@ def _backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         asked = requested_gradients(ctx, asked, products.context.state)
     stays = in_backward() if traced else _NOTHING  # FSDP2 gathers faces after a graph's forward
     with torch._C.DisableTorchFunctionSubclass(), stays:  # attributes would pass through
-        gradients = products.gradients(grad, saved, graph_amaxes, asked, direct)
+        gradients = products.gradients(grad, saved, amaxes, asked, direct)
     grad_input, grad_weight, grad_bias = gradients
     if grad_input is not None:
         grad_input = grad_input.view(ctx.input_shape)
@@ -331,15 +339,6 @@ def _quantizes(config: HybridConfig) -> bool:
     quantizers = config.input, config.weight, config.grad_output
     formats = [fmt for q in quantizers for fmt in (q.rowwise_format, q.columnwise_format)]
     return not all(fmt.is_identity for fmt in formats)
-
-
-def _require_node(tensor: Tensor, node: fx.Node | None) -> None:
-    """Raise RuntimeError if a graph writes a saved tensor in place in a way that torch does not check."""
-    if node is not None and node_of(tensor) not in (node, None):
-        raise RuntimeError(
-            f"linear: a graph writes {list(tensor.shape)} in {tensor.dtype}, which a layer saved for "
-            "backward, by an operator of lists or through data; write a copy"
-        )
 
 
 def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype | None) -> None:

@@ -138,15 +138,6 @@ class Backward(NamedTuple):
         backward = cls(input, weight, len(of_input), config, needs, context, layer, draws)
         return backward, [*of_input, *weight.save()]
 
-    def graph_amaxes(self) -> list[Tensor]:
-        """Return the amaxes that forward measured in a graph; they are saved for backward."""
-        state = self.context.state
-        return (
-            state.amax.tensors
-            if state is not None and isinstance(state.amax, ReturnedAmaxes)
-            else []
-        )
-
     def with_ends(self, ends: Tensor) -> Backward:
         """Return this object with the saved offsets of tokens."""
         groups = self.context.groups
@@ -159,7 +150,7 @@ class Backward(NamedTuple):
         self,
         grad: Tensor,
         saved: list[Tensor],
-        graph_amaxes: Sequence[Tensor] = (),
+        amaxes: Sequence[Tensor] = (),
         asked: Needs | None = None,
         direct: bool = False,
     ) -> Gradients:
@@ -169,7 +160,7 @@ class Backward(NamedTuple):
             grad: The output's gradient, ``[tokens, out_features]``; or of any shape, where it was
                 quantized before it came here.
             saved: What ``save`` returned.
-            graph_amaxes: What ``graph_amaxes`` returned in forward.
+            amaxes: What ``graph_amaxes`` returned in forward.
             asked: Which of the needed gradients this backward computes, all by default; another one computes the rest.
             direct: Whether no mode or tracer observes operators on the gradient; see ``runs_directly``.
         """
@@ -177,7 +168,8 @@ class Backward(NamedTuple):
         fast = self.config.fast_accum  # else in fp32: long sums of one sign lost up to 29 %
         state, done = self.context.state, None
         if state is not None and state.slots:
-            done = self._begin_backward(state, graph_amaxes, grad)
+            done = commit_in_graph(state, amaxes, self.weight, plain_part(grad))
+            self._mark_backward(state)
         if needs.weight:
             # Gathered while the gradient is cast and multiplied
             self.input.begin(saved[:count], grad)
@@ -215,6 +207,10 @@ class Backward(NamedTuple):
         grad_bias = grad.sum(dim=0) if needs.bias else None
         return self._committed(Gradients(grad_input, grad_weight, grad_bias), done)
 
+    def _mark_backward(self, state: StateTensors) -> None:
+        if not _is_in_graph(state) and isinstance(self.layer, LayerState):
+            self.layer.mark_backward(recorded=state.step_amax is not None)
+
     def _require_same_draws(self) -> None:
         """Raise RuntimeError if ``step_`` ran since forward: input and gradient are rotated under other signs then."""
         if _draws(self.context.state) != self.draws:
@@ -247,20 +243,40 @@ class Backward(NamedTuple):
             *(after(g, done) if i == last and g is not None else g for i, g in enumerate(gradients))
         )
 
-    def _begin_backward(
-        self, state: StateTensors, graph_amaxes: Sequence[Tensor], grad: Tensor
-    ) -> Tensor | None:
-        """Record that the backward of a layer with delayed scales runs; in a graph commit the amaxes of forward, and
-        return a tensor that later results must depend on."""
-        if isinstance(state.amax, ReturnedAmaxes) and isinstance(state.step_amax, Tensor):
-            # It also says that a backward ran: if a gather recorded the weight's amax, it counts.
-            is_gathered = self.weight.is_given and any(s.startswith("weight") for s in state.slots)
-            if not graph_amaxes and not is_gathered:
-                return None
-            return commit(state.step_amax, list(graph_amaxes), plain_part(grad), len(state.slots))
-        if isinstance(self.layer, LayerState):
-            self.layer.mark_backward(recorded=state.step_amax is not None)
+
+def graph_amaxes(state: StateTensors | None) -> list[Tensor]:
+    """Return the amaxes that a forward measured in a graph; backward commits them."""
+    measured = None if state is None else state.amax
+    return measured.tensors if isinstance(measured, ReturnedAmaxes) else []
+
+
+def _is_in_graph(state: StateTensors) -> bool:
+    return isinstance(state.amax, ReturnedAmaxes) and isinstance(state.step_amax, Tensor)
+
+
+def commit_in_graph(
+    state: StateTensors, amaxes: Sequence[Tensor], weight: Operand, before: Tensor
+) -> Tensor | None:
+    """Commit the ``amaxes`` of a forward in a graph, once ``before`` is computed; return a tensor that later results
+    must depend on, or None in eager code."""
+    if not _is_in_graph(state) or not isinstance(state.step_amax, Tensor):
         return None
+    # It also says that the layer was used: if a gather recorded the weight's amax, it counts.
+    is_gathered = weight.is_given and any(s.startswith("weight") for s in state.slots)
+    if not amaxes and not is_gathered:
+        return None
+    return commit(state.step_amax, list(amaxes), before, len(state.slots))
+
+
+def committed_alone(out: Tensor, input: Operand, weight: Operand, context: Context) -> Tensor:
+    """Commit the amaxes of a forward that no backward follows, as of frozen layers before all that is trained, and
+    return its output."""
+    state = context.state
+    if state is None or state.step_amax is None:
+        return out
+    state.commit(weight.amax_record, input.amax_record, alone=True)
+    done = commit_in_graph(state, graph_amaxes(state), weight, out)
+    return out if done is None else after(out, done)
 
 
 def _draws(state: StateTensors | None) -> int:

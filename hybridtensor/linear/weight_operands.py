@@ -135,7 +135,12 @@ class TracedMaster(Operand):
     __slots__ = ("_after", "_amaxes", "_context", "_dtype", "_weight")
 
     def __init__(
-        self, weight: MasterWeight, needs: Needs, dtype: torch.dtype, state: StateTensors | None
+        self,
+        weight: MasterWeight,
+        needs: Needs,
+        dtype: torch.dtype,
+        state: StateTensors | None,
+        record: bool,
     ) -> None:
         weight.check_common_scale()
         self._weight, self._dtype = weight, dtype
@@ -152,7 +157,7 @@ class TracedMaster(Operand):
                 rowwise=True,
                 columnwise=False,
                 dtype=dtype,
-                record=any(needs),
+                record=record,
                 amaxes=self._amaxes,
                 context=context,
             )
@@ -243,9 +248,9 @@ def weight_operand(
         state = context.state
         traced = not context.direct and is_traced()
         if traced and weight.config.keep_faces != "always":
-            return TracedMaster(weight, needs, dtype, state)
+            return TracedMaster(weight, needs, dtype, state, context.record)
         amax, record = None, None
-        if state is not None and any(needs) and _is_delayed(state.slots):
+        if state is not None and context.record and _is_delayed(state.slots):
             amax, record = state.amax, state.step_amax
         if traced:
             return Operand(

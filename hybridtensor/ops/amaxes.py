@@ -3,7 +3,9 @@
 The life of an amax in a step:
 
 1. A forward takes zeros (``provisional``); casts of its input, of its weight and of its output's gradient record there.
-2. Its backward commits them (``commit``); those of a forward that no backward follows are dropped.
+2. Its backward commits them (``commit``); those of a forward that no backward follows are dropped. If gradients are
+   enabled, but the layer and all before it are frozen, forward commits them (``commit_alone``), unless the layer has a
+   backward in the same step, which only eager code knows.
 3. ``fold`` takes the maximum of all that is committed and ``total``, for all layers at once: when somebody reads
    ``AmaxRecord.amax``, and in ``step_``.
 4. ``step_`` reduces the totals over ranks, moves them into the layers' histories, and zeros them.
@@ -69,6 +71,9 @@ class AmaxRecord:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._committed: dict[int, Tensor] = {}  # by their ids
+        self._alone: list[
+            tuple[list[Tensor], Tensor | None]
+        ] = []  # of forwards that no backward follows
         self.of_inputs: list[Tensor | None] = []
         self._spare: list[Tensor] = []  # zeros, for the forwards of the next step
         self.is_gathered = self.is_used = False
@@ -113,6 +118,22 @@ class AmaxRecord:
                 self._committed[id(amax)] = amax
         if len(self._committed) >= _MOST_PENDING:
             fold([self])
+
+    def commit_alone(self, amaxes: list[Tensor], of_input: Tensor | None) -> None:
+        """Commit the amaxes of a forward that needs no gradient, if no other of the step does until it ends; see
+        ``add_input``."""
+        self.is_used = True
+        if is_captured():
+            self.commit(*amaxes)
+            return
+        self._alone = [*self._alone[-_MOST_PENDING:], (amaxes, of_input)]
+
+    def settle_alone(self, *, counts: bool) -> None:
+        """End a step: commit what ``commit_alone`` got, or drop it."""
+        alone, self._alone = self._alone, []
+        for amaxes, of_input in alone if counts else ():
+            self.commit(*amaxes)
+            self.add_input(of_input)
 
     def for_gather(self) -> Tensor:
         """Return where the casts of a gather record amaxes, fp32 ``[S]``."""

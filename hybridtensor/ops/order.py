@@ -154,3 +154,12 @@ def _operations() -> OpTypes:
     from torch._functorch.partitioners import get_default_op_list
 
     return get_default_op_list()
+
+
+def require_node(tensor: Tensor, node: fx.Node | None) -> None:
+    """Raise RuntimeError if a graph writes a saved tensor in place in a way that torch does not check."""
+    if node is not None and node_of(tensor) not in (node, None):
+        raise RuntimeError(
+            f"linear: a graph writes {list(tensor.shape)} in {tensor.dtype}, which a layer saved for "
+            "backward, by an operator of lists or through data; write a copy"
+        )

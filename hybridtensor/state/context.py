@@ -31,7 +31,7 @@ class Context(NamedTuple):
         role: ``"input"``, ``"weight"`` or ``"grad_output"``.
         state: State of the layer, or None for a tensor on its own.
         direction: Inside a hybrid, which of its quantizers is meant.
-        record: Whether delayed scaling records amaxes of this tensor: where a gradient is needed.
+        record: Whether delayed scaling records amaxes of this tensor: where gradients are enabled.
         first_row: Index of the first row in the whole tensor, for random rounding. By default ranks
             have the rows of one batch in order, and all of a weight.
         section: This rank's section of the layer under tensor parallelism; None is all of it.

@@ -24,8 +24,9 @@ class without_recording:  # noqa: N801  (used as a context)
             attribution = torch.autograd.grad(model(x).sum(), x)
 
     For forwards with a backward that are no part of a training step: attribution, profiling, warming up. Forwards
-    alone leave no trace anyway: what they measure is recorded in their backward. Nor do the dry runs of
-    ``torch.distributed.pipelining`` and ``torch.cuda.make_graphed_callables``. What counts is where forward ran.
+    alone leave no trace anyway, under ``torch.no_grad()`` or of layers that are trained: what they measure is recorded
+    in their backward. Nor do the dry runs of ``torch.distributed.pipelining`` and
+    ``torch.cuda.make_graphed_callables``. What counts is where forward ran.
 
     Args:
         model: A model that went through ``quantize_``.

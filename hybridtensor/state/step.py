@@ -34,6 +34,7 @@ from hybridtensor.state.step_amaxes import (
     next_lineages,
     records_of,
     separate_siblings,
+    settle_alone,
     share_amaxes,
 )
 from hybridtensor.state.training import Group, backward_that_runs, layer_states, training_of
@@ -229,6 +230,7 @@ def _that_follow(optimizer: Optimizer) -> list[step_after]:
 def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRanks) -> None:
     """Update the delayed scales of layers with the same ranks, with one collective per group."""
     states = [state for state in states if state.encode_scale is not None]
+    settle_alone(states)
     # First: a lineage is valid for one version of the scales, which ``_update_on_device`` writes.
     lineages = next_lineages(states)
     fold_amaxes(states)

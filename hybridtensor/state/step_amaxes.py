@@ -27,9 +27,17 @@ def fold_amaxes(states: Iterable[LayerState]) -> None:
         fold([record for record in records if record.total.device == device], ends_step=True)
 
 
+def settle_alone(states: Iterable[LayerState], *, skipped: bool = False) -> None:
+    """Commit the amaxes of forwards without a backward, of layers that had no backward in this step either."""
+    for state in states:
+        if state.record is not None:
+            state.record.settle_alone(counts=not (skipped or state.recorded))
+
+
 def drop_amaxes(states: Iterable[LayerState]) -> None:
     """Drop the amaxes of a skipped step, so that faces of weights are measured again."""
     kept = [state for state in states if state.record is not None]
+    settle_alone(kept, skipped=True)
     fold_amaxes(kept)
     if kept:
         torch._foreach_zero_([required(state.amax) for state in kept])

@@ -61,13 +61,20 @@ class StateTensors(NamedTuple):
         self,
         of_weight: Tensor | ReturnedAmaxes | None = None,
         of_input: Tensor | ReturnedAmaxes | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
-        """Commit the amaxes of a forward and its backward, fp32 ``[S]``, unless a graph records them itself."""
+        """Commit the amaxes of a forward and its backward, or of a forward ``alone``, fp32 ``[S]``, unless a graph
+        records them itself."""
         record = self.step_amax
         if isinstance(record, AmaxRecord):
-            amaxes = self.amax, of_weight, of_input
-            record.commit(*[amax for amax in amaxes if isinstance(amax, Tensor)])
-            record.add_input(of_input if isinstance(of_input, Tensor) else None)
+            found = [a for a in (self.amax, of_weight, of_input) if isinstance(a, Tensor)]
+            of_input = of_input if isinstance(of_input, Tensor) else None
+            if alone:
+                record.commit_alone(found, of_input)
+            else:
+                record.commit(*found)
+                record.add_input(of_input)
 
     def require_on(self, device: torch.device, who: object) -> None:
         """Raise ValueError unless all tensors are on ``device`` in their dtypes, because a kernel would use invalid
