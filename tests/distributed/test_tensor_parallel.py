@@ -557,6 +557,47 @@ def test_persistent_weights_with_fsdp2(four):
     four.run(with_fsdp, ["mxfp8", "fp8"], (2, 2), True)
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+def tied_with_fsdp(rank, recipe, persistent):
+    """parallelize_module gives the embedding a weight of its own, unless that is tied again."""
+    mesh = init_device_mesh(here(), (1, 2), mesh_dim_names=("dp", "tp"))
+    tokens = torch.arange(TOKENS, device=here())
+    for again in (False, True):
+        found = []
+        for sharded in (False, True):
+            torch.manual_seed(0)
+            model = ht.quantize_(Tied().bfloat16(), recipe, persistent=persistent, keep_bf16=[])
+            styles = {
+                "embed": RowwiseParallel(input_layouts=Replicate()),
+                "head": ColwiseParallel(output_layouts=Replicate()),
+            }
+            ht.set_mesh_(parallelize_module(model, mesh["tp"], styles), mesh)
+            if again:
+                model.embed.weight = model.head.weight
+            if sharded:
+                fully_shard(model, mesh=mesh["dp"])
+            out = model(tokens)
+            out.square().mean().backward()
+            found.append([out.detach(), *(whole(p.grad) for p in model.parameters())])
+        assert len(found[0]) == 2 + (not again)
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)), again
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_weights_tied_to_an_embedding_with_fsdp2(two, persistent):
+    for recipe in ("fp8", "bf16"):
+        two.run(tied_with_fsdp, recipe, persistent)
+
+
 def checkpoints(rank, directory, recipe):
     """Saved at one degree, loaded at another, and into plain models; a run goes on as it would have."""
     mesh = tp_mesh(4)

@@ -106,11 +106,18 @@ CASES = [
 @pytest.mark.parametrize("cls", [HybridTensor, Leaf, IdentityTensor])
 def test_every_operator_of_the_table_has_a_case_here(cls):
     """But for those that write weights, which tests/subclasses/test_assignment.py and test_collectives have, and what
-    tests/test_exported.py runs."""
+    tests/test_exported.py and, of an embedding, tests/distributed/test_tensor_parallel.py run."""
     fills = FILLS if cls is not Leaf else set()
     writes = {*operators.WRITES_OF_WEIGHTS, *operators.COLLECTIVES, aten.set_data.default}
     exported = torch.ops.hybridtensor.without_gradient.default
-    of_weights = {*operators.READS_OF_WEIGHTS, *operators.JOINS, *FUNCTIONAL, *REFUSED, exported}
+    of_weights = {
+        *operators.READS_OF_WEIGHTS,
+        *operators.JOINS,
+        *FUNCTIONAL,
+        *REFUSED,
+        exported,
+        aten.embedding.default,
+    }
     weights = writes | of_weights if cls is HybridTensor else set()
     assert set(cls.ops) == COVERED | fills | weights
 

@@ -98,6 +98,16 @@ def _join(func: Func, args: Args, kwargs: Kwargs) -> NoReturn:
     )
 
 
+@table.register(aten.embedding.default)
+def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    """Look up rows of a weight that is the local part of a DTensor, of which ``F.embedding`` sees only that."""
+    weight: HybridTensor = args[0]
+    if weight.config is None:
+        table.refuse(func, args, kwargs)
+    observe_read(weight, "embedding")
+    return func(weight.rows(), *args[1:], **kwargs)  # type: ignore[no-any-return]
+
+
 READS_OF_WEIGHTS = [op for op in READS if op not in table]
 
 
@@ -229,6 +239,7 @@ def _scatter_(func: Func, args: Args, kwargs: Kwargs) -> object:
         )
         _wait(out[1])
         _receive(tensor, sent)
+    part.record.is_new = max(part.record.is_new - 1, 0)
     mark_overwritten(part)
     return out
 
