@@ -240,6 +240,19 @@ def test_one_graph_that_sends_as_much(two):
     two.run(compiled, few(["fp8", "mxfp8", "fp8_delayed", "fp8_rowwise"], 3))
 
 
+def compiled_root(rank, dim):
+    torch._dynamo.reset()
+    made = torch.compile(block("fp8", tp_mesh(), our_styles, dim)[0], backend="aot_eager")
+    with pytest.raises(Exception, match=r"a compiled graph returns what was gathered.*compile a module around"):
+        made(data(1, *(2,) * dim, 64, 64).requires_grad_())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_root_that_gathers_says_what_to_compile(two):
+    for dim in (0, 1):
+        two.run(compiled_root, dim)
+
+
 def in_symmetric_memory(rank, recipe):
     mesh = tp_mesh()
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # says it is not needed, but the pass asks

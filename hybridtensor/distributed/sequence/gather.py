@@ -123,6 +123,11 @@ class GatherInput(Function):
 
     @staticmethod
     def backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor, None]:
+        if isinstance(grad_output, HybridTensor):  # traced, as the gradient of what a graph returns
+            raise NotImplementedError(
+                "hybridtensor.distributed: a compiled graph returns what was gathered, and outputs of a graph are "
+                "plain tensors; compile a module around the one with the style PrepareModuleInput or ColwiseParallel"
+            )
         return scattered(grad_output, ctx.gathering.dim, ctx.gathering.layout), None
 
 
