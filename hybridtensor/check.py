@@ -259,10 +259,16 @@ def _report(model: nn.Module, recorder: _Recorder, total: int, uncounted: set[st
                 if (layer, ran) == (key, gemm.name):
                     row = (", ".join(names), ran, str(left), str(right), backend, times)
                     products.append(ProductRow(*row, (left, right) == tuple(expected)))
+    # A layer that was pruned or parametrized multiplies what is computed of its weight.
+    computed = {
+        id(one.recipe.state)
+        for one in every
+        if one.recipe is not None and one.parameter not in one.module._parameters
+    }
     reads = tuple(
         ReadRow(", ".join(layers[layer]), reader, inside, times)
         for (layer, reader, inside), times in recorder.reads.items()
-        if layer in layers
+        if layer in layers and layer not in computed
     )
     ran_at_all = {layer for layer, *_ in recorder.products}
     unused = tuple(", ".join(names) for layer, names in layers.items() if layer not in ran_at_all)

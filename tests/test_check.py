@@ -1,6 +1,7 @@
 """``check`` says what ran: products by format, weights read as values, layers that never ran, plain matrices."""
 
 import copy
+import functools
 import logging
 import pickle
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from any_layer import ANY_LAYER
 from rich.console import Console
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 from torch.utils import flop_counter
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import FqnToConfig
@@ -17,6 +19,7 @@ from torchao.quantization import FqnToConfig
 import hybridtensor as ht
 
 X = torch.randn(32, 64, generator=torch.Generator().manual_seed(4))
+PRUNE = functools.partial(prune.l1_unstructured, name="weight", amount=0.3)
 
 
 def model(recipe="fp8", **options):
@@ -324,6 +327,19 @@ def test_weights_whose_layer_is_gone_are_reported(recipe):
     net[2].multiply = lambda x, weight: (x[:, None] * weight).sum(-1)
     with pytest.raises(RuntimeError, match=r"2\.weight: its weight was read as values by aten\.mul"):
         ht.check(net, X, strict=True)
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [parametrizations.weight_norm, parametrizations.spectral_norm, PRUNE],
+    ids=["weight_norm", "spectral_norm", "prune"],
+)
+def test_a_weight_is_not_reported_where_its_layer_multiplies_what_is_computed_of_it(prepare):
+    net = model()
+    prepare(net[0])
+    found = ht.check(net, X, strict=True)
+    assert len(formats(found)) == 2
+    assert found.reads == ()
 
 
 class WithAdapter(nn.Linear):
