@@ -131,8 +131,7 @@ def mismatch(
     for NVFP4, whose three scales are multiplied in another order.
 
     Args:
-        model: A model after ``quantize_``, not sharded. It is run in evaluation mode; buffers and torch's generators
-            are as before afterwards.
+        model: A model after ``quantize_``, not sharded; run in evaluation mode, and as it was afterwards.
         batch: Arguments of the model: a tensor, a tuple, or a dictionary of keyword arguments.
         layout: See ``inference_tensors``.
         activation: How the engine quantizes inputs: in E4M3 per ``"tensor"``, per ``"token"`` or per ``"1x128"``, as
@@ -164,10 +163,8 @@ def mismatch(
             _put_plain(engine, known, {one.name for one in found})
         weights = {one.name: engine_weight(_WHO, one, known, activation) for one in found}
         mode = put_weights(engine, weights)
-        layers = [
-            _compared(engine.get_submodule(name), mode, calls, some, weights)
-            for name, calls, some in ran
-        ]
+        modules = [(engine.get_submodule(name), calls, some) for name, calls, some in ran]
+        layers = [_compared(module, mode, calls, some, weights) for module, calls, some in modules]
         with mode:
             got = _called(engine, batch)
     return Mismatch(tuple(layers), *_of_logits(_logits(trained), _logits(got), seed))

@@ -168,8 +168,7 @@ class Backward(NamedTuple):
         fast = self.config.fast_accum  # else in fp32: long sums of one sign lost up to 29 %
         state, done = self.context.state, None
         if state is not None and state.slots:
-            done = commit_in_graph(state, amaxes, self.weight, plain_part(grad))
-            self._mark_backward(state)
+            done = self._begin_backward(state, amaxes, grad)
         if needs.weight:
             # Gathered while the gradient is cast and multiplied
             self.input.begin(saved[:count], grad)
@@ -207,9 +206,15 @@ class Backward(NamedTuple):
         grad_bias = grad.sum(dim=0) if needs.bias else None
         return self._committed(Gradients(grad_input, grad_weight, grad_bias), done)
 
-    def _mark_backward(self, state: StateTensors) -> None:
-        if not _is_in_graph(state) and isinstance(self.layer, LayerState):
+    def _begin_backward(
+        self, state: StateTensors, amaxes: Sequence[Tensor], grad: Tensor
+    ) -> Tensor | None:
+        """Record that the backward of a layer with delayed scales runs; in a graph as ``commit_in_graph``."""
+        if isinstance(state.amax, ReturnedAmaxes):
+            return commit_in_graph(state, amaxes, self.weight, plain_part(grad))
+        if isinstance(self.layer, LayerState):
             self.layer.mark_backward(recorded=state.step_amax is not None)
+        return None
 
     def _require_same_draws(self) -> None:
         """Raise RuntimeError if ``step_`` ran since forward: input and gradient are rotated under other signs then."""
@@ -250,16 +255,12 @@ def graph_amaxes(state: StateTensors | None) -> list[Tensor]:
     return measured.tensors if isinstance(measured, ReturnedAmaxes) else []
 
 
-def _is_in_graph(state: StateTensors) -> bool:
-    return isinstance(state.amax, ReturnedAmaxes) and isinstance(state.step_amax, Tensor)
-
-
 def commit_in_graph(
     state: StateTensors, amaxes: Sequence[Tensor], weight: Operand, before: Tensor
 ) -> Tensor | None:
     """Commit the ``amaxes`` of a forward in a graph, once ``before`` is computed; return a tensor that later results
     must depend on, or None in eager code."""
-    if not _is_in_graph(state) or not isinstance(state.step_amax, Tensor):
+    if not (isinstance(state.amax, ReturnedAmaxes) and isinstance(state.step_amax, Tensor)):
         return None
     # It also says that the layer was used: if a gather recorded the weight's amax, it counts.
     is_gathered = weight.is_given and any(s.startswith("weight") for s in state.slots)
