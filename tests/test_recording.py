@@ -253,6 +253,23 @@ def test_a_step_without_recording_raises():
     ht.step_(net)
 
 
+def test_a_layer_that_a_step_left_out_may_have_run_without_recording_before():
+    """Its scales stay, as those of a layer that did not run at all."""
+    net, expected = model(), model()
+    for step in range(3):
+        with ht.without_recording(net):
+            torch.autograd.grad(net(x_of(step)).sum(), list(net.parameters()))
+        for one in (net, expected):
+            one[2](x_of(step)).sum().backward()
+            ht.step_(one)
+        assert_same(net, expected)
+    assert (net[0].quantization_state.encode_scale == 1).all()
+    with ht.without_recording(net[0]):
+        net(x_of()).sum().backward()
+    with pytest.raises(RuntimeError, match="no amaxes were recorded of layer 0, although"):
+        ht.step_(net)
+
+
 @pytest.mark.parametrize("after", ["nvfp4", "fp8"])
 def test_a_recipe_without_delayed_scales_needs_no_record(after):
     net = model()
