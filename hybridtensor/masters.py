@@ -16,6 +16,7 @@ from hybridtensor.arguments import require_items, require_kind, wrong
 from hybridtensor.dtensor import local
 from hybridtensor.ops.library import is_traced
 from hybridtensor.printed import level_of_caller
+from hybridtensor.quantizers import HybridQuantizer
 from hybridtensor.ranks import PATIENCE, Ranks, patience
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.op_table import of_layers
@@ -34,7 +35,10 @@ def high_precision_values(weight: Tensor) -> Tensor:
 def follows_from_master(parameter: Tensor) -> bool:
     """Return whether a persistent parameter, or its local shard, always equals its quantized master."""
     part = persistent_part(parameter)
-    return part.high_precision.follows and part.recipe.weight.repeatable
+    weight = part.recipe.weight
+    if isinstance(weight, HybridQuantizer) and weight.draws_from_rowwise:
+        weight = weight.rowwise  # the other face is not stored
+    return part.high_precision.follows and weight.repeatable
 
 
 def persistent_part(parameter: Tensor) -> HybridTensor:

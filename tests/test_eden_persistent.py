@@ -9,6 +9,7 @@ import functools
 import loops
 import pytest
 import torch
+from checkpointing import folder
 from experts import offsets
 from graphs import Graphs
 from loops import optimizer_of, same, watched_sample
@@ -203,6 +204,18 @@ def test_training_goes_on(tmp_path):
             other.load_state_dict(state[0])
             its.load_state_dict(state[1])
         assert same(steps(other, its, first=COUNT), expected)
+
+
+def test_a_checkpoint_may_leave_out_the_stored_face(tmp_path):
+    """It follows from the master: what a step draws is not stored."""
+    made, other = model(), model()
+    optimizer, its = optimizer_of(made), optimizer_of(other)
+    steps(made, optimizer)
+    checkpoint.save(tmp_path, COUNT, {"model": made, "optimizer": optimizer}, faces=False)
+    metadata = checkpoint.SafeReader(folder(tmp_path, COUNT)).read_metadata()
+    assert not any("rowwise" in name for name in metadata.state_dict_metadata)
+    checkpoint.load(tmp_path, {"model": other, "optimizer": its})
+    assert same(steps(other, its, first=COUNT), steps(made, optimizer, first=COUNT))
 
 
 def test_copies_are_independent():

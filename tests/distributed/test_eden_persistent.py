@@ -193,3 +193,29 @@ def with_tensor_parallel(rank):
 @pytest.mark.filterwarnings("ignore")
 def test_tensor_parallel(two):
     two.run(with_tensor_parallel)
+
+
+def saved_with_tensor_parallel(rank, folder):
+    """Parts have scales of their own: masters are saved, and each part is quantized from its master again."""
+    mesh, found = init_device_mesh(here(), (2,), mesh_dim_names=("tp",)), []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH)).to(here())
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        ht.set_mesh_(ht.quantize_(model, "quartet2", persistent=True), mesh)
+        optimizer = optimizer_of(model)
+        state = {"model": model, "optimizer": optimizer}
+        if seed == 0:
+            loops.steps(model, optimizer, tokens, count=1, weights=False)
+            checkpoint.save(folder, 1, state)
+        else:
+            checkpoint.load(folder, state)
+        found.append([local(weight).dequantize() for weight in (model[0].weight, model[2].weight)])
+        loops.steps(model, optimizer, tokens, count=1, first=1, weights=False)
+        found[-1] += [local(master).clone() for master in optimizer.masters().values()]
+    assert same(*found)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensor_parallel_parts_are_saved_as_masters(two, tmp_path):
+    two.run(saved_with_tensor_parallel, tmp_path)

@@ -19,6 +19,7 @@ from hybridtensor.distributed.checkpoint.plain import (
 )
 from hybridtensor.distributed.checkpoint.planners import Opaque
 from hybridtensor.dtensor import local
+from hybridtensor.masters import follows_from_master
 from hybridtensor.printed import some
 from hybridtensor.subclasses import HybridTensor, MasterWeight, is_converted
 from hybridtensor.untrusted.manifest import Manifest, Weight
@@ -143,8 +144,7 @@ class Entries:
         weight = local(value) if isinstance(value, Tensor) else None
         return (
             isinstance(weight, HybridTensor)
-            and weight.recipe.weight.repeatable
-            and weight.high_precision.follows
+            and follows_from_master(weight)
             and self.master(entry, name) is not None
         )
 
