@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hybridtensor.linear.exported import without_gradient
@@ -75,9 +76,15 @@ def as_master_weight(values: Tensor, config: HybridConfig, state: LayerState) ->
     """Return a plain tensor as a weight with a layer's recipe and state, with gradients.
 
     Raises:
-        TypeError: If a weight is quantized that is a tensor of another library, such as torchao's quantized ones.
+        TypeError: If a weight is quantized that is a tensor of another library, such as torchao's quantized ones, or a
+            DTensor.
     """
-    # torch's own subclasses are not quantized: DTensor, or what a functional collective returns.
+    if isinstance(values, DTensor) and not isinstance(config.weight, IdentityQuantizer):
+        raise TypeError(
+            f"linear: the weight of {layer_of(state)} is a DTensor of plain values, as redistribute makes one where it "
+            "communicates; call quantize_ again, which converts it"
+        )
+    # torch's other subclasses are not quantized: what a functional collective returns.
     is_foreign = not type(values).__module__.startswith("torch.")
     is_quantized = is_foreign and is_traceable_wrapper_subclass(values)
     if is_quantized and not isinstance(config.weight, IdentityQuantizer):

@@ -778,6 +778,25 @@ def test_errors_and_the_way_back(two):
     two.run(errors)
 
 
+def redistributed(rank):
+    mesh = tp_mesh()
+    model = cut("fp8", mesh, styles={"up": ColwiseParallel()})
+    model.up.weight = nn.Parameter(model.up.weight.redistribute(mesh, [Shard(1)]))
+    tokens = DTensor.from_local(data(1), mesh, [Replicate()], run_check=False)
+    for given in (tokens, data(1)):
+        with pytest.raises(
+            TypeError, match=r"^linear: the weight of layer up is a DTensor of plain values, .*call quan"
+        ):
+            model.up.forward(given)
+    ht.set_mesh_(ht.quantize_(model, "fp8"), mesh)
+    assert str(local(model.up.weight).config) == "fp8"
+    model.up.forward(tokens).sum().backward()
+
+
+def test_a_redistributed_weight_is_quantized_again(two):
+    two.run(redistributed)
+
+
 def follows(rank, recipes):
     """A hundred steps at degree two follow those of degree one: the losses of the last ten, on average."""
     mesh = tp_mesh()
