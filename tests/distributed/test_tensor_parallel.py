@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from processes import here
+from processes import generator, here
 from sharding import own, split_like
 from tensor_parallel import (
     HIDDEN,
@@ -31,7 +31,7 @@ from tensor_parallel import (
 from tiers import few, in_turn
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -94,6 +94,28 @@ def like_plain_modules(rank):
 
 def test_bf16_has_the_bits_of_plain_modules(two):
     two.run(like_plain_modules)
+
+
+def thirds(rank):
+    mesh = DeviceMesh(here(), [0, 1, 2], mesh_dim_names=("tp",))
+    if rank == 3:
+        return
+    layer, x = nn.Linear(48, 32, device=here()), data(1, 16, 48, dtype=torch.float32)
+    nn.init.normal_(layer.bias, generator=generator(3))
+    nn.init.normal_(layer.weight, generator=generator(4))
+    found = []
+    for model in (nn.Sequential(layer), ht.quantize_(nn.Sequential(copy.deepcopy(layer)), "bf16")):
+        parallelize_module(model, mesh, {"0": RowwiseParallel(input_layouts=Replicate())})
+        with torch.autocast(here(), dtype=torch.bfloat16):
+            y = model(x)
+        y.float().square().sum().backward()
+        found.append([y.detach(), *(whole(p.grad) for p in model.parameters())])
+    for plain, ours in zip(*found, strict=True):
+        assert torch.equal(plain, ours)
+
+
+def test_bf16_has_the_bits_of_plain_modules_on_three_ranks_under_autocast(four):
+    four.run(thirds)
 
 
 ROUNDED = 2.0**-8  # a bf16 number, to nearest
