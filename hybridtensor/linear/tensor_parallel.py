@@ -95,9 +95,8 @@ def sharded_linear(input: Tensor, weight: DTensor, bias: DTensor | None = None) 
             mesh.size(dim) for dim, placed in enumerate(weight.placements) if placed == Shard(1)
         )
         if parts > 1:
-            if torch.is_autocast_enabled(
-                b.device.type
-            ):  # a third in bfloat16 is another one than in fp32
+            if torch.is_autocast_enabled(b.device.type):
+                # Before it is divided: a third in bfloat16 is another one than in fp32.
                 b = b.to(torch.get_autocast_dtype(b.device.type))
             b = _Part.apply(b, parts)
     # Every attribute of the weight would pass through its torch function.

@@ -142,9 +142,8 @@ def _collective(func: Func, args: Args, kwargs: Kwargs) -> object:
     if func is _SCATTER:
         for part in _weights(args[0]):
             _check_part(part)
-            part.record.is_new = max(
-                part.record.is_new - 1, 0
-            )  # a factory made it, to receive the weight's values
+            # A factory made it, to receive the weight's values.
+            part.record.is_new = max(part.record.is_new - 1, 0)
     return out
 
 
