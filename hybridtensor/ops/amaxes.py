@@ -71,9 +71,8 @@ class AmaxRecord:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._committed: dict[int, Tensor] = {}  # by their ids
-        self._alone: list[
-            tuple[list[Tensor], Tensor | None]
-        ] = []  # of forwards that no backward follows
+        # Of forwards that no backward follows: amaxes, and what the input was measured into
+        self._alone: list[tuple[list[Tensor], Tensor | None]] = []
         self.of_inputs: list[Tensor | None] = []
         self._spare: list[Tensor] = []  # zeros, for the forwards of the next step
         self.is_gathered = self.is_used = False
@@ -120,7 +119,7 @@ class AmaxRecord:
             fold([self])
 
     def commit_alone(self, amaxes: list[Tensor], of_input: Tensor | None) -> None:
-        """Commit the amaxes of a forward that needs no gradient, if no other of the step does until it ends; see
+        """Keep the amaxes of a forward that no backward follows until ``settle_alone``; ``of_input`` as for
         ``add_input``."""
         self.is_used = True
         if is_captured():
@@ -129,7 +128,7 @@ class AmaxRecord:
         self._alone = [*self._alone[-_MOST_PENDING:], (amaxes, of_input)]
 
     def settle_alone(self, *, counts: bool) -> None:
-        """End a step: commit what ``commit_alone`` got, or drop it."""
+        """Commit what ``commit_alone`` kept if it ``counts``, at the end of a step, or drop it."""
         alone, self._alone = self._alone, []
         for amaxes, of_input in alone if counts else ():
             self.commit(*amaxes)
