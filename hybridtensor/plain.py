@@ -28,10 +28,10 @@ def plain_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         ht.plain_(model, dtype=torch.bfloat16)
         torch.save(model.state_dict(), "model.pt")
 
-    The parameter objects stay the same, so that optimizers, tied weights and your hooks keep working; only
-    ``optim.MasterWeights`` of persistent weights must be made anew. Master weights keep their memory. Persistent
-    weights become high-precision values: an optimizer's master, the original, or else the dequantized faces. State of
-    quantizers and this library's hooks are removed.
+    The parameter objects stay the same, so that optimizers, tied weights and your hooks keep working. The exception is
+    ``optim.MasterWeights`` of persistent weights: create a new optimizer for the plain parameters. Master weights keep
+    their memory. Persistent weights become high-precision values: an optimizer's master, the original, or else the
+    dequantized faces. State of quantizers and this library's hooks are removed.
 
     Args:
         model: A model; parts that are not converted do not change.

@@ -54,7 +54,8 @@ class without_recording:  # noqa: N801  (used as a context)
 def require_recorded(states: Sequence[LayerState]) -> None:
     """Raise RuntimeError for layers whose backward ran in this step without recording amaxes.
 
-    Unless another one ran both with and without: then the latter was no part of the step, which left the layers out.
+    No error is raised if another layer ran both with and without recording: what ran without was then no part of the
+    training step, which left these layers out.
     """
     # a recipe that was set since may have no delayed scales
     ran = [state for state in states if state.record is not None and state.unrecorded]

@@ -247,12 +247,16 @@ def present_values(weight: HybridTensor, who: str) -> Tensor:
 
 
 def require_outside_graphs(weight: HybridTensor, who: Func | str) -> None:
-    """Raise NotImplementedError for a weight in a graph, whose inputs are faces without values, or for an alias that
-    left one; in a graph Dynamo breaks it, and eager code goes on with the weight."""
+    """Raise NotImplementedError for a persistent weight in a graph, or for an alias that a graph returned.
+
+    A graph gets the faces, without the high-precision values. While Dynamo traces, the error breaks the graph, and the
+    operator runs in eager code.
+    """
     if weight.config is not None and (weight.record.is_of_graph or is_traced()):
         raise NotImplementedError(
-            f"HybridTensor{of_layers(weight)}: {who} of a persistent weight in compiled code, or of an alias that it "
-            "made, which do not know the values in high precision; leave both out of torch.compile"
+            f"HybridTensor{of_layers(weight)}: {who} of a persistent weight in compiled code, or of an alias that "
+            "compiled code returned: it has the quantized faces, not the high-precision values; leave both out of "
+            "torch.compile"
         )
 
 
