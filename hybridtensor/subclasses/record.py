@@ -164,6 +164,10 @@ class WeightRecord:
         made.is_new, made.is_copy = self.is_new, self.is_copy
         return made
 
+    def receive_weight(self) -> None:
+        """Record that a collective wrote the layer's weight into memory that a factory made for it."""
+        self.is_new = max(self.is_new - 1, 0)
+
     def mark_written(self, captured: bool) -> None:
         """Record a write, which invalidates faces, and may be ``captured`` in a CUDA graph."""
         self.changes += 1

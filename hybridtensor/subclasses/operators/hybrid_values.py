@@ -239,7 +239,7 @@ def _scatter_(func: Func, args: Args, kwargs: Kwargs) -> object:
         )
         _wait(out[1])
         _receive(tensor, sent)
-    part.record.is_new = max(part.record.is_new - 1, 0)
+    part.record.receive_weight()
     mark_overwritten(part)
     return out
 

@@ -142,8 +142,7 @@ def _collective(func: Func, args: Args, kwargs: Kwargs) -> object:
     if func is _SCATTER:
         for part in _weights(args[0]):
             _check_part(part)
-            # A factory made it, to receive the weight's values.
-            part.record.is_new = max(part.record.is_new - 1, 0)
+            part.record.receive_weight()
     return out
 
 
