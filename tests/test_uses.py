@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
@@ -128,10 +129,45 @@ def test_a_forward_that_multiplies_by_a_product_of_the_data(persistent):
         train(model)
 
 
-def test_of_compiled_code_nothing_is_known():
-    model = converted(OTHERS["multiplied by its parent"])
-    compiled = torch.compile(lambda x: model[0].own(x) @ model[0].read.weight, backend="aot_eager")
-    train(model, call=lambda x: compiled(x) * model[0].read.weight.norm())
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed"])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_weight_that_compiled_code_reads(reader, recipe, frozen):
+    torch._dynamo.reset()
+    model = converted(READERS[reader], recipe, frozen)
+    with pytest.warns(UserWarning, match=r"layer 0\.read: its weight was read as values .* in compiled code") as told:
+        train(model, call=torch.compile(model, backend="aot_eager"))
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("use", OTHERS)
+def test_nothing_is_said_of_a_weight_that_compiled_code(use, frozen):
+    torch._dynamo.reset()
+    model = converted(OTHERS[use], frozen=frozen)
+    train(model, call=torch.compile(model, backend="aot_eager"))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # by Dynamo itself
+def test_compiled_code_that_multiplies_what_others_read():
+    """The graph of one of two equal layers is run for both: what eager code reads may have been multiplied there."""
+    torch._dynamo.reset()
+    model = ht.quantize_(nn.Sequential(*(Parent(OTHERS["multiplied by its parent"]) for _ in range(2))), "fp8")
+    for parent in model:
+        parent.compile(backend="aot_eager")
+    train(model, call=lambda x: model(x) * model[1].read.weight.norm())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # by Dynamo itself
+def test_equal_layers_share_a_graph():
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    model = ht.quantize_(nn.Sequential(*(Parent(READERS["aten.mul"]) for _ in range(3))), "fp8")
+    for parent in model:
+        parent.compile(backend=graphs)
+    with pytest.warns(UserWarning, match=r"layer 0\.read") as told:
+        train(model, call=lambda x: model(x.clone().requires_grad_()))
+    assert len(told) == graphs.frame_count == 1
 
 
 class Experts(nn.Module):

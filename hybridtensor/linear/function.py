@@ -59,6 +59,7 @@ from hybridtensor.subclasses.observing import (
     observe_operand,
     observe_product,
     observers,
+    traced_layer,
 )
 from hybridtensor.subclasses.operators.matmul import require_reader
 
@@ -223,9 +224,10 @@ def _forward(
     w = weight_operand(weight, needs, dtype, call.context, call.of_weight)
     left, right = x.rowwise(), w.rowwise()
     layer = weight.record.layer
-    if isinstance(layer, LayerState):
+    multiplied = layer if isinstance(layer, LayerState) else traced_layer(layer)
+    if multiplied is not None:
         # Module.__setattr__ would look through parameters first
-        layer.__dict__["multiplied"] = True
+        multiplied.__dict__["multiplied"] = True
     if observers:
         key = x if any(needs) else None
         observe_operand(layer, "input", input, key)

@@ -72,16 +72,17 @@ def _warn_of_unmultiplied(model: nn.Module, optimizer: Optimizer) -> None:
         return
     weights = (local(parameter) for parameter in model.parameters())
     states = {weight.record.layer for weight in weights if isinstance(weight, WEIGHTS)}
-    for state, reader in list(unmultiplied.items()):
+    for state, read in list(unmultiplied.items()):
         if state not in states:
             continue
         del unmultiplied[state]
-        if not state.multiplied:
+        if not (state.multiplied if read.in_graph else state.may_be_multiplied):
             state.multiplied = True  # or said to be missing: once per layer
+            where = "compiled code of " if read.in_graph else ""
             warnings.warn(
-                f"layer {state.name or '<root>'}: its weight was read as values ({reader}) in a training step, and no "
-                "product of the layer ran; a product of such values, which are a plain tensor, is not quantized; "
-                + _ADVICE.format(weight="layer.weight"),
+                f"layer {state.name or '<root>'}: its weight was read as values ({read.reader}) in {where}a training "
+                "step, and no product of the layer ran; a product of such values, which are a plain tensor, is not "
+                "quantized; " + _ADVICE.format(weight="layer.weight"),
                 stacklevel=2,
             )
 

@@ -5,7 +5,7 @@ from hybridtensor.state.keys import STATE, weight_of_state
 from hybridtensor.state.layer import LayerState
 from hybridtensor.state.ranks import Section, TrainingRanks
 from hybridtensor.state.rules import ROLES, DelayedRule, required
-from hybridtensor.state.tensors import StateTensors, layer_of
+from hybridtensor.state.tensors import StateTensors, Traced, layer_of
 
 __all__ = [
     "MAX_SEED",
@@ -16,6 +16,7 @@ __all__ = [
     "LayerState",
     "Section",
     "StateTensors",
+    "Traced",
     "TrainingRanks",
     "layer_of",
     "require_context",

@@ -50,7 +50,8 @@ class LayerState(StateModule):
         recording: Whether amaxes are recorded; see ``without_recording``.
         unrecorded: Whether a backward ran since the last step and recorded nothing.
         recorded: Whether a backward ran since the last step and recorded its amaxes.
-        multiplied: Whether a product of the layer ran, may have run in a compiled graph, or a warning said none did.
+        multiplied: Whether a product of the layer ran or was traced, or a warning said that none did.
+        is_in_graphs: Whether compiled graphs take the weight, whose products are traced for one of equal layers only.
         parent: Name of the module whose forward calls the layer, or None if that is not known.
         transposed: Whether the weight is stored ``[in, out]``, or a stack of experts' ``[E, in, out]``; None of one
             of ``nn.Linear``.
@@ -82,6 +83,7 @@ class LayerState(StateModule):
         self.record: AmaxRecord | None = None
         self.recording = True
         self.unrecorded = self.recorded = self.multiplied = self.replayed = False
+        self.is_in_graphs = False
         self.common: CommonAmax | None = None
         self.ranks = ALL_RANKS
         self.version, self.steps, self.steps_change_weight = 0, 0, False
@@ -122,6 +124,11 @@ class LayerState(StateModule):
         stochastic = {role for role, quantizer in quantizers.items() if quantizer.stochastic}
         state.require(rules, stochastic=stochastic, device=where)
         return state
+
+    @property
+    def may_be_multiplied(self) -> bool:
+        """Whether a product of the layer ran, as far as is known of compiled graphs."""
+        return self.multiplied or self.is_in_graphs
 
     @property
     def is_empty(self) -> bool:
@@ -340,7 +347,7 @@ class LayerState(StateModule):
         state.pop("group", None)  # of former versions
         amax = state.pop("amax")
         since = {"recording": True, "common": None, "steps": 0, "steps_change_weight": True}
-        since |= dict.fromkeys(("recorded", "unrecorded", "multiplied"), False)
+        since |= dict.fromkeys(("recorded", "unrecorded", "multiplied", "is_in_graphs"), False)
         own = {"hints": {}, "ranks": ALL_RANKS} | since | state | {"_buffers": buffers}
         super().__setstate__(own)  # type: ignore[no-untyped-call]
         self._lineage = Lineage()

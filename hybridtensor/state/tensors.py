@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,6 +12,34 @@ from torch import Tensor, nn
 from hybridtensor.ops import Hint
 from hybridtensor.ops.amaxes import AmaxRecord, ReturnedAmaxes
 from hybridtensor.state.dry_runs import is_dry_run
+
+
+class Traced:
+    """The layer that a graph was traced for: equal to that of any other, so that equal layers share graphs.
+
+    Attributes:
+        layer: The ``LayerState``, weakly; returns None where a graph came from a file.
+    """
+
+    __slots__ = ("layer",)
+
+    def __init__(self, layer: nn.Module | None = None) -> None:
+        self.layer: Callable[[], nn.Module | None] = lambda: None
+        if layer is not None:
+            self.layer = weakref.ref(layer)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Traced)
+
+    def __hash__(self) -> int:
+        return hash(Traced)
+
+    # The same text and bytes for each layer: they are part of the keys of torch's caches of graphs
+    def __repr__(self) -> str:
+        return "Traced()"
+
+    def __reduce__(self) -> tuple[type[Traced], tuple[()]]:
+        return Traced, ()
 
 
 class StateTensors(NamedTuple):
@@ -28,6 +58,7 @@ class StateTensors(NamedTuple):
             layers' weights have a common scale; or None.
         transposed: Whether the weight is stored ``[in, out]``, or each matrix of a stack; None for ``nn.Linear``.
         step_amax: The record of the step's amaxes; in a graph its address, int64 ``[1]``.
+        traced: The layer that a graph is being traced for; None outside of graphs.
     """
 
     rounding: Tensor | None
@@ -40,6 +71,7 @@ class StateTensors(NamedTuple):
     common_amax: Tensor | None = None
     transposed: bool | None = None
     step_amax: AmaxRecord | Tensor | None = None
+    traced: Traced | None = None
 
     def provisional(self) -> StateTensors:
         """Return a copy for one forward, whose amaxes ``commit`` records in its backward."""

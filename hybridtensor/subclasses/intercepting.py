@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hybridtensor.ops import Groups
-from hybridtensor.state import Context, LayerState, StateTensors
+from hybridtensor.state import Context, LayerState, StateTensors, Traced
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
 from hybridtensor.subclasses.owners import place_of, settle
 from hybridtensor.subclasses.record import WeightRecord
@@ -251,20 +251,20 @@ class InterceptingTensor(WrapperTensor):
         if state is None:
             return [], None
         if isinstance(layer, LayerState):
-            # Nothing tells what graphs do with it. Module.__setattr__ would look through parameters first.
-            layer.__dict__["multiplied"] = True
+            layer.__dict__["is_in_graphs"] = True  # Module.__setattr__ would look through parameters first
         tensors = (state.rounding, state.encode_scale, self.state_amax_address, state.common_amax)
         # AOTAutograd reads these names as attributes, and knows no None: hence the properties below, and names of
         # those that are there only.
         names = [
             name for name, tensor in zip(_STATE_NAMES, tensors, strict=True) if tensor is not None
         ]
-        return names, (state.slots, state.rank, state.transposed, self.record.first)
+        traced = Traced(layer) if isinstance(layer, LayerState) else state.traced
+        return names, (state.slots, state.rank, state.transposed, self.record.first, traced)
 
     def take_carried(self, tensors: dict[str, Tensor], meaning: Metadata | None) -> None:
         self.record.is_new = int(meaning == _NEW)
         if meaning is not None and meaning != _NEW:
-            slots, rank, transposed, self.record.first = meaning
+            slots, rank, transposed, self.record.first, traced = meaning
             rounding, encode_scale, address, common = (tensors.get(name) for name in _STATE_NAMES)
             self.record.layer = StateTensors(
                 rounding,
@@ -275,6 +275,7 @@ class InterceptingTensor(WrapperTensor):
                 common_amax=common,
                 transposed=transposed,
                 step_amax=address,
+                traced=traced,
             )
 
     @property

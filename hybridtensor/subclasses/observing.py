@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from hybridtensor.ops import Face, Groups, select_backend
 from hybridtensor.ops.reencoding import reencodes
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS
-from hybridtensor.state import Context, LayerState
+from hybridtensor.state import Context, LayerState, StateTensors
 
 
 class Observer:
@@ -32,11 +32,18 @@ class Observer:
         """Record that ``reader`` read a weight in high precision; ``layer`` is the layer's state."""
 
 
+class Read(NamedTuple):
+    """A read of a weight's values: the operator, and whether a graph was traced, and not run, with it."""
+
+    reader: str
+    in_graph: bool
+
+
 observers: list[Observer] = []
 """The present observers; mostly none."""
 
-unmultiplied: weakref.WeakKeyDictionary[LayerState, str] = weakref.WeakKeyDictionary()
-"""Operator that read a weight in a training step, by the state of a layer no product of which ran until then."""
+unmultiplied: weakref.WeakKeyDictionary[LayerState, Read] = weakref.WeakKeyDictionary()
+"""First read of a weight in a training step, by the state of a layer no product of which ran until then."""
 
 NO_VALUES = ("_like.", "is_pinned", "is_same_size", "is_set_to")
 """Parts of the names of operators that look at shapes or memory only."""
@@ -71,6 +78,12 @@ def _weight_values(config: HybridConfig, device: torch.device) -> tuple[bool, bo
     return not row, not column
 
 
+def traced_layer(layer: StateTensors | None) -> LayerState | None:
+    """Return the state of the layer that a graph is being traced for; None if it is unknown."""
+    found = None if layer is None or layer.traced is None else layer.traced.layer()
+    return found if isinstance(found, LayerState) else None
+
+
 def observe_operand(layer: object, role: str, values: Tensor, call: object) -> None:
     """Pass an operand to every observer."""
     for observer in observers:
@@ -89,10 +102,12 @@ def observe_read(weight: Any, reader: object, *, in_training: bool = False) -> N
     layer = weight.record.layer
     for observer in observers:
         observer.observe_read(layer, str(reader))
+    in_graph = not isinstance(layer, LayerState)
+    state = traced_layer(layer) if in_graph else layer
     # Optimizers read without gradients, logs and averages a detached alias. The part in a DTensor is neither.
     if (
-        isinstance(layer, LayerState)
-        and not layer.multiplied
+        state is not None
+        and not (state.multiplied if in_graph else state.may_be_multiplied)
         and torch.is_grad_enabled()
         and (
             in_training
@@ -102,4 +117,4 @@ def observe_read(weight: Any, reader: object, *, in_training: bool = False) -> N
         )
         and not any(name in str(reader) for name in _NO_PRODUCTS)
     ):
-        unmultiplied.setdefault(layer, str(reader))
+        unmultiplied.setdefault(state, Read(str(reader), in_graph))
