@@ -251,7 +251,8 @@ class InterceptingTensor(WrapperTensor):
         if state is None:
             return [], None
         if isinstance(layer, LayerState):
-            layer.__dict__["is_in_graphs"] = True  # Module.__setattr__ would look through parameters first
+            # Module.__setattr__ would look through parameters first
+            layer.__dict__["is_in_graphs"] = True
         tensors = (state.rounding, state.encode_scale, self.state_amax_address, state.common_amax)
         # AOTAutograd reads these names as attributes, and knows no None: hence the properties below, and names of
         # those that are there only.

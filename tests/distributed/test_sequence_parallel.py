@@ -160,6 +160,38 @@ class Collectives(TorchDispatchMode):
         return out
 
 
+class InFlight(TorchDispatchMode):
+    """The most all-gathers of which none was waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.most = set(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            self.now.add(out.data_ptr())
+            self.most = max(self.most, len(self.now))
+        elif func is torch.ops._c10d_functional.wait_tensor.default:
+            self.now.discard(args[0].data_ptr())
+        return out
+
+
+def gathered_one_by_one(rank):
+    mesh = tp_mesh()
+    x, grad = (data(seed, 512, 64).chunk(2)[rank].requires_grad_() for seed in (1, 2))
+    for recipe in ("mxfp8", "nvfp4", "fp8_rowwise+dequantized"):
+        model = block(recipe, mesh, our_styles)
+        with InFlight() as gathers:
+            model(x).backward(grad)
+        assert (gathers.most == 1) == x.is_cpu, (recipe, gathers.most)
+
+
+def test_gloo_gathers_one_by_one(two):
+    """gloo of torch 2.11 corrupts memory where several functional all-gathers are in flight."""
+    two.run(gathered_one_by_one)
+
+
 def traffic(model, x, grad):
     x = x.clone().requires_grad_()
     with Collectives() as forward:
