@@ -22,6 +22,7 @@ from hybridtensor.ops import Face
 from hybridtensor.ops.scaled_mm import select_backend
 from hybridtensor.recipes.spec import GEMMS
 from hybridtensor.selection import coverage, is_left_alone
+from hybridtensor.state import LayerState
 from hybridtensor.state.recording import without_recording
 from hybridtensor.state.training import layer_states
 from hybridtensor.subclasses.observing import NO_VALUES, Observer, observers
@@ -88,9 +89,9 @@ def check(
 
         print(ht.check(model, batch, loss=lambda output: output.square().mean()))
 
-    Afterwards gradients, buffers, state of quantizers and random generators are restored. Hooks on accumulated
-    gradients, such as those of optimizers that step in backward, do not run. Compiled parts run eagerly. Under FSDP2
-    all ranks must call it.
+    Afterwards gradients, buffers, attributes of modules, state of quantizers and random generators are restored. Hooks
+    on accumulated gradients, such as those of optimizers that step in backward, do not run. Compiled parts run eagerly.
+    Under FSDP2 all ranks must call it.
 
     Args:
         model: A model, converted or not, compiled, sharded or not.
@@ -205,7 +206,7 @@ def _loss(out: object, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
 
 @contextlib.contextmanager
 def restored(model: nn.Module, given: object) -> Iterator[None]:
-    """Restore gradients, buffers, amaxes and torch's generators that a forward and backward change."""
+    """Restore gradients, buffers, attributes, amaxes and torch's generators that a forward and backward change."""
     leaves = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
     owners = [*model.parameters(), *(t for t in leaves if t.is_leaf and t.requires_grad)]
     grads = [(owner, owner.grad) for owner in owners]
@@ -214,6 +215,9 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
     hooks = [dict(table) for table in tables]
     buffers = [(b, local(b).clone()) for b in model.buffers()]
     states = [(s, s.recorded, s.unrecorded) for s in layer_states(model)]
+    # What a forward assigns: buffers, and the numbers by which it knows what they hold
+    modules = [m for m in model.modules() if not isinstance(m, LayerState)]
+    assigned = [(table, dict(table)) for m in modules for table in (vars(m), m._buffers)]
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with (
         torch.random.fork_rng(sorted(d for d in devices if d is not None)),
@@ -230,6 +234,8 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
                 table.update(registered)
             for owner, grad in grads:
                 owner.grad = grad
+            for names, values in assigned:
+                names.update(values)
             with torch.no_grad():
                 for buffer, before in buffers:
                     local(buffer).copy_(before)

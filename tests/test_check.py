@@ -73,6 +73,38 @@ def test_everything_is_restored():
     assert len(steps) == 1  # the hook is back
 
 
+class Reassigning(nn.Module):
+    """Assigns a new tensor and number in each forward, as rotary embeddings of Transformers do that grow."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.steps = nn.Linear(64, 64), 0
+        self.register_buffer("mean", torch.zeros(64))
+        self.register_buffer("cached", None)
+
+    def forward(self, x):
+        self.mean, self.cached, self.steps = 0.9 * self.mean + x.mean(0), x, self.steps + 1
+        if self.steps > 1:
+            raise KeyError("the second forward")
+        return self.linear(x)
+
+
+def test_what_a_forward_assigns_is_restored():
+    net = ht.quantize_(Reassigning(), "fp8")
+    mean, twin = net.mean, copy.deepcopy(net)
+    ht.check(net, X)
+    ht.mismatch(net, X)
+    net.steps = 1
+    with pytest.raises(KeyError, match="second"):
+        ht.check(net, X)
+    assert net.mean is mean
+    assert not mean.any()
+    assert net.cached is None
+    assert net.steps == 1
+    net.steps = 0
+    assert torch.equal(net(X), twin(X))
+
+
 class Gated(nn.Linear):
     def forward(self, x):
         return F.linear(x, self.weight * 2.0)
