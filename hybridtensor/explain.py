@@ -19,6 +19,7 @@ from hybridtensor.explanation.tables import tables
 from hybridtensor.explanation.totals import (
     Share,
     predicted,
+    saved_by,
     saved_bytes,
     saved_bytes_per_token,
     shares,
@@ -31,7 +32,7 @@ from hybridtensor.ops.scaled_mm import select_backend
 from hybridtensor.printed import Printed
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS
-from hybridtensor.selection import coverage
+from hybridtensor.selection import coverage, is_frozen
 from hybridtensor.subclasses import MasterWeight, is_converted
 from hybridtensor.subclasses.common_scale import CommonScale
 
@@ -233,6 +234,7 @@ def _layer_row(
         parameters,
         common_scale,
         own,
+        is_frozen(weight),
     )
 
 
@@ -257,11 +259,7 @@ def _gemm_rows(layer: LayerRow, device: torch.device, *, grouped: bool) -> list[
             if grouped
             else select_backend(left, right, layer.dtype, device)
         )
-        saved = (
-            saved_bytes_per_token(layer.config, layer.in_features, layer.dtype)
-            if gemm.name == "grad_weight"
-            else None
-        )
+        saved = saved_by(layer) if gemm.name == "grad_weight" else None
         operands = (
             _operand(layer.config, *gemm.left, left),
             _operand(layer.config, *gemm.right, right),

@@ -22,7 +22,7 @@ from hybridtensor.quantizers import IdentityQuantizer, Quantizer
 from hybridtensor.recipes.config import KEEP_FACES, HybridConfig, QuantizerRole
 from hybridtensor.recipes.factory import from_factory
 from hybridtensor.recipes.kinds import ByType
-from hybridtensor.recipes.spec import GEMMS
+from hybridtensor.recipes.spec import GEMMS, Gemm
 from hybridtensor.recipes.words import RecipeName
 from hybridtensor.subclasses import is_converted
 from hybridtensor.torchao_compat import FqnToConfig
@@ -262,7 +262,7 @@ class PlainMatrix(NamedTuple):
 
 
 class Coverage(NamedTuple):
-    """How much of a model is quantized."""
+    """How much of a model is quantized: of parameters, and of products of a training step."""
 
     parameters: float
     products: float
@@ -278,10 +278,20 @@ class Coverage(NamedTuple):
 _LARGE = 1000  # a matrix with this part of the parameters, or more
 
 
+def products_of(*, is_frozen: bool) -> tuple[Gemm, ...]:
+    """Return the products of a training step with a weight: of a frozen one no ``grad_weight`` runs."""
+    return tuple(gemm for gemm in GEMMS if not is_frozen or gemm.name != "grad_weight")
+
+
+def is_frozen(weight: Tensor) -> bool:
+    """Return whether a weight is a parameter that asks for no gradient."""
+    return isinstance(weight, nn.Parameter) and not weight.requires_grad
+
+
 def coverage(model: nn.Module) -> Coverage:
     """Return the quantized share of a model, and the large plain matrices."""
     sizes: dict[int, int] = {}
-    matrices: dict[int, tuple[int, HybridConfig | None, PlainMatrix]] = {}
+    matrices: dict[int, tuple[nn.Parameter, HybridConfig | None, PlainMatrix]] = {}
     layers = list(layers_of(model))
     stacks = {id(layer.weight): layer for layer in layers if layer.is_stack}
     linears = {layer.module: layer for layer in layers if not layer.is_stack}
@@ -300,17 +310,19 @@ def coverage(model: nn.Module) -> Coverage:
                 why = _why_plain(owner, module, layer, name, tuple(parameter.shape))
                 left = PlainMatrix(full, tuple(parameter.shape), *why)
                 config = _config_of(module, name, parameter)
-                matrices.setdefault(id(parameter), (parameter.numel(), config, left))
-    total, every = sum(sizes.values()), sum(size for size, _, _ in matrices.values())
-    parameters = products = 0.0
-    for size, config, _ in matrices.values():
+                matrices.setdefault(id(parameter), (parameter, config, left))
+    total = sum(sizes.values())
+    parameters = products = every = 0
+    for parameter, config, _ in matrices.values():
+        # A weight takes part in products of equally many multiplications.
+        gemms, size = products_of(is_frozen=is_frozen(parameter)), parameter.numel()
+        every += size * len(gemms)
         if config is not None:
-            # A weight takes part in three products of equally many multiplications.
-            low = [is_quantized(config.formats(gemm)) for gemm in GEMMS]
+            low = [is_quantized(config.formats(gemm)) for gemm in gemms]
             parameters += size * low[0]
-            products += size * sum(low) / len(low)
+            products += size * sum(low)
     plain = [
-        m for size, config, m in matrices.values() if config is None and size * _LARGE >= total
+        m for p, config, m in matrices.values() if config is None and p.numel() * _LARGE >= total
     ]
     return Coverage(parameters / max(total, 1), products / max(every, 1), tuple(plain))
 

@@ -217,6 +217,28 @@ def test_bytes_kept_are_those_of_all_layers_over_plain_ones(capsys):
     assert "Inputs kept for backward: 0.2 kB per token, 0.50 of plain layers' 0.4" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("spec", ["fp8/fp8/bf16", "mxfp8", "fp8+save_original_input"])
+def test_frozen_layers_keep_no_input_and_have_two_products(spec):
+    """Oracles: what autograd saves, and torch's count of operations, of a frozen layer beside a trained adapter."""
+    net = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False)).bfloat16()
+    ht.quantize_(net, spec, keep_bf16=["1"])
+    net[0].requires_grad_(False)
+    found, kept = ht.explain(net), []
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        net[0](x)
+    assert not [t for t in kept if not isinstance(t, nn.Parameter)]
+    assert found.saved_bytes_per_token == (0, 0)
+    assert found.rows[2].saved_bytes_per_token == 0
+    assert "0 128x64 0" in " ".join(str(found).split())
+    assert found.coverage.products == pytest.approx(2 / 5)
+    assert ht.check(net, x).flops == pytest.approx(2 / 5)
+    assert found.shares["bf16"].products == pytest.approx(3 / 5)
+    row = costs.Row("fp8", 0.25, True, "a test"), costs.Row("mxfp8", 0.25, True, "a test")
+    own = costs.CostTable("own", "cpu", "measured", True, row, 64)
+    assert found.predicted_speed(own) == pytest.approx(5 / (2 * 0.25 + 3))
+
+
 def test_a_weight_of_two_layers_counts_once():
     model = nn.ModuleDict({"a": nn.Linear(32, 32, bias=False), "b": nn.Linear(32, 32, bias=False)})
     model["b"].weight = model["a"].weight

@@ -48,6 +48,7 @@ class LayerRow:
         common_scale: Layers whose weights have one scale in common with this one's, itself included.
         own_forward: Name of the layer's class if that has a forward of its own, which may read the weight instead of
             multiplying by it; else "".
+        is_frozen: Whether its weight asks for no gradient: then it has no ``grad_weight``, and keeps no input for it.
     """
 
     layer: str
@@ -58,6 +59,7 @@ class LayerRow:
     parameters: int
     common_scale: tuple[str, ...] = ()
     own_forward: str = ""
+    is_frozen: bool = False
 
 
 @dataclass(frozen=True)

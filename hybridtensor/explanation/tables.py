@@ -10,8 +10,8 @@ from hybridtensor.explanation.folding import fold
 from hybridtensor.explanation.rows import GemmRow, LayerRow, Rows
 from hybridtensor.explanation.totals import (
     predicted,
+    saved_by,
     saved_bytes,
-    saved_bytes_per_token,
     shares,
 )
 from hybridtensor.printed import add_row, as_text, named_table
@@ -71,9 +71,8 @@ def _quantized(found: Rows, names: list[str]) -> Iterable[RenderableType]:
     for layers in groups.values():
         yield from _title(f"Quantized layers: {layers[0].config}")
         made = named_table("layer", "weight", "saved B/token", right=1, edge=False)
-        alike = ((layer.layer, (layer.shape, layer.in_features, layer.dtype)) for layer in layers)
-        for called, _, (shape, in_features, dtype) in fold(alike, names):
-            saved = saved_bytes_per_token(layers[0].config, in_features, dtype)
+        alike = ((layer.layer, (layer.shape, saved_by(layer))) for layer in layers)
+        for called, _, (shape, saved) in fold(alike, names):
             add_row(made, called, "x".join(map(str, shape)), f"{saved:.0f}")
         yield made
         yield _products(products[layers[0].layer])

@@ -11,8 +11,7 @@ from hybridtensor.costs import CostTable, word_of
 from hybridtensor.explanation.rows import LayerRow, Rows
 from hybridtensor.formats import Format
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.recipes.spec import GEMMS
-from hybridtensor.selection import is_quantized
+from hybridtensor.selection import is_quantized, products_of
 
 _PLAIN = "bf16"
 
@@ -31,7 +30,7 @@ def shares(found: Rows) -> dict[str, Share]:
     for layer in found.layers:
         if not layer.parameters:
             continue
-        words = [word_of(formats) for formats in _products(layer.config)]
+        words = [word_of(formats) for formats in _products(layer)]
         parameters[words[0]] = parameters.get(words[0], 0.0) + layer.parameters
         for word in words:
             products[word] = products.get(word, 0.0) + layer.parameters
@@ -62,7 +61,7 @@ def predicted(found: Rows, table: CostTable) -> Prediction | None:
     """Return the predicted speed by a table; None if it covers no quantized product."""
     every, costs = 0, list[tuple[int, float]]()
     for layer in found.layers:
-        low = [formats for formats in _products(layer.config) if is_quantized(formats)]
+        low = [formats for formats in _products(layer) if is_quantized(formats)]
         every += layer.parameters * len(low)
         if min(layer.shape[-2:]) >= table.least_features:
             costs += [(layer.parameters, table.cost(formats)) for formats in low]
@@ -82,13 +81,20 @@ def saved_bytes(layers: Iterable[LayerRow]) -> tuple[float, float]:
     """Return bytes of saved inputs per token, of converted and of plain layers; shared inputs count for each layer."""
     kept = plain = 0.0
     for layer in layers:
-        kept += saved_bytes_per_token(layer.config, layer.in_features, layer.dtype)
-        plain += layer.in_features * layer.dtype.itemsize
+        kept += saved_by(layer)
+        plain += 0 if layer.is_frozen else layer.in_features * layer.dtype.itemsize
     return kept, plain
 
 
-def _products(config: HybridConfig) -> list[tuple[Format, Format]]:
-    return [config.formats(gemm) for gemm in GEMMS]
+def _products(layer: LayerRow) -> list[tuple[Format, Format]]:
+    return [layer.config.formats(gemm) for gemm in products_of(is_frozen=layer.is_frozen)]
+
+
+def saved_by(layer: LayerRow) -> float:
+    """Return the bytes per token that a layer saves of its input for backward; a frozen one saves none."""
+    if layer.is_frozen:
+        return 0.0
+    return saved_bytes_per_token(layer.config, layer.in_features, layer.dtype)
 
 
 def saved_bytes_per_token(config: HybridConfig, in_features: int, dtype: torch.dtype) -> float:
