@@ -109,6 +109,20 @@ class Format(metaclass=_OnePerValue):
             raise ValueError(
                 f"{who}: 1 or 2 elements per byte are required, got {self.elements_per_byte}"
             )
+        self._check_max()
+
+    def _check_max(self) -> None:
+        """Raise ValueError unless there is an element of the largest value."""
+        largest = float("inf")
+        if self.element == torch.float4_e2m1fn_x2:
+            largest = 6.0  # which ``torch.finfo`` does not know
+        elif self.element is not None and self.element.is_floating_point:
+            largest = torch.finfo(self.element).max
+        if not 0 < self.max <= largest:
+            raise ValueError(
+                f"Format: a max above 0 and at most {largest}, the largest element of {self.element}, is required for "
+                f"{self.name}, got {self.max}"
+            )
 
     @functools.cached_property
     def is_identity(self) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 import hybridtensor as ht
 from hybridtensor.formats import REGISTRY, Format, register_format
 from hybridtensor.inference import layouts
-from hybridtensor.ops import Cast
+from hybridtensor.ops import Cast, CastRequest, quantize
 from hybridtensor.ops.library import define
 from hybridtensor.quantizers.base import OneFormatQuantizer
 from hybridtensor.recipes import spec
@@ -68,6 +68,32 @@ def test_a_format_has_values_by_its_record_alone(device):
     made = ExtendedQuantizer().quantize(x.to(device))
     assert torch.equal(made.rowwise.dequantize().cpu(), expected_values(x))
     assert torch.equal(made.columnwise.dequantize().cpu(), expected_values(x.t().contiguous()).t())
+
+
+PACKED = {"element": torch.float4_e2m1fn_x2, "max": 6.0, "elements_per_byte": 2, "ragged": False}
+FP8 = {"element": torch.float8_e4m3fn, "max": 448.0}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        FP8 | {"scale_dtype": torch.float8_e4m3fn, "tensor_block": (None, None), "tensor_scale_max": 448.0},
+        FP8 | {"scale_dtype": torch.float32, "hadamard": True},
+        FP8 | {"scale_dtype": torch.bfloat16},
+        FP8 | {"scale_dtype": torch.float8_e8m0fnu},
+        FP8,
+        PACKED | {"scale_dtype": torch.float32},
+        PACKED | {"scale_dtype": torch.float8_e4m3fn, "tensor_block": (1, 32), "tensor_scale_max": 2688.0},
+        {"element": torch.int8, "max": 127.0, "scale_dtype": torch.float32},
+    ],
+    ids=["two levels", "rotated", "bf16 scales", "scales between", "no scales", "E2M1", "tensor blocks", "int8"],
+)
+def test_a_record_that_no_definition_is_for_is_refused(record):
+    """The built-in definitions know E2M1 under two levels, one rotation, and no other dtypes of scales."""
+    fmt = Format("undefined", block=(1, 32), **record)
+    x = random_tensor(32, 64)
+    with pytest.raises(ValueError, match=r"quantize: no definition casts to undefined.*ops/references"):
+        quantize(x, CastRequest(Cast(fmt), Cast(fmt)))
 
 
 def test_a_word_trains_compiles_and_is_saved(device):

@@ -131,6 +131,17 @@ def test_an_unknown_format_names_the_nearest():
         formats.get_format("fp8_e4m3_rows")
 
 
+@pytest.mark.parametrize(
+    ("element", "largest"),
+    [(torch.float8_e4m3fn, 449.0), (torch.float8_e5m2, float("inf")), (torch.float4_e2m1fn_x2, 8.0)],
+)
+def test_a_largest_value_that_no_element_has_is_refused(element, largest):
+    """Values beyond the largest element would be clipped, and those divided by Inf all be zeros."""
+    for value in (0.0, largest):
+        with pytest.raises(ValueError, match=rf"Format: a max above 0 and at most .* is required .* got {value}"):
+            formats.Format("no_such_element", element, value, (1, 32), torch.float32)
+
+
 def test_a_second_record_of_one_name_is_refused():
     with pytest.raises(ValueError, match="names are unique"):
         formats.register_format(Format("fp8_e4m3_row", torch.float8_e5m2, 1.0))
