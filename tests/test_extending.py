@@ -14,9 +14,9 @@ from gfloat import formats
 from torch import nn
 
 import hybridtensor as ht
-from hybridtensor.formats import REGISTRY, Format, register_format
+from hybridtensor.formats import FP8_E4M3_ROW, REGISTRY, Format, register_format
 from hybridtensor.inference import layouts
-from hybridtensor.ops import Cast, CastRequest, quantize
+from hybridtensor.ops import Cast, CastRequest, Face, quantize
 from hybridtensor.ops.library import define
 from hybridtensor.quantizers.base import OneFormatQuantizer
 from hybridtensor.recipes import spec
@@ -94,6 +94,77 @@ def test_a_record_that_no_definition_is_for_is_refused(record):
     x = random_tensor(32, 64)
     with pytest.raises(ValueError, match=r"quantize: no definition casts to undefined.*ops/references"):
         quantize(x, CastRequest(Cast(fmt), Cast(fmt)))
+
+
+def a_face(matrix):
+    """Return a face of FP8 with a scale per row, by torch alone."""
+    scale = matrix.abs().amax(dim=1, keepdim=True).float() / 448
+    return Face((matrix.float() / scale).to(torch.float8_e4m3fn), scale, None, FP8_E4M3_ROW)
+
+
+class RowQuantizer(ht.Quantizer):
+    """Makes its faces itself; ``change`` is a mistake in them."""
+
+    rowwise_format = columnwise_format = FP8_E4M3_ROW
+    change = staticmethod(lambda faces: faces)
+
+    def faces(self, x, *, rowwise, columnwise, dtype, context=None):
+        x = x.reshape(-1, x.shape[-1])
+        return self.change((a_face(x) if rowwise else None, a_face(x.t().contiguous()) if columnwise else None))
+
+
+def row_wise(**fields):
+    return lambda faces: (faces[0]._replace(**{name: of(faces[0]) for name, of in fields.items()}), faces[1])
+
+
+MISTAKES = {
+    "elements": (row_wise(qdata=lambda face: face.qdata[:, 1:]), r"\[32, 63\].* but fp8_e4m3_row has .*\[32, 64\]"),
+    "scales": (row_wise(scale=lambda face: face.scale[:1]), r"float32 \[1, 1\], but .*float32 \[32, 1\]"),
+    "scales in a row": (row_wise(scale=lambda face: face.scale[:, 0]), r"float32 \[32\], but"),
+    "dtype": (row_wise(qdata=lambda face: face.qdata.to(torch.float8_e5m2)), "of torch.float8_e5m2"),
+    "scales' dtype": (row_wise(scale=lambda face: face.scale.bfloat16()), r"torch.bfloat16 \[32, 1\], but"),
+    "format": (row_wise(format=lambda face: FORMAT), f"rowwise face in {FORMAT.name}, but rowwise_format is fp8"),
+    "swapped": (lambda faces: faces[::-1], "rowwise face of"),
+    "one": (lambda faces: faces[0], "returns a rowwise and a columnwise face, .* got a Face"),
+    "nothing": (lambda faces: None, "returns a rowwise and a columnwise face, .* got None"),
+    "tensors": (lambda faces: (faces[0].qdata, faces[1].qdata), "returns a Face as rowwise face, got a tensor"),
+    "none": (lambda faces: (None, faces[1]), "made no rowwise face"),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), MISTAKES.values(), ids=list(MISTAKES))
+def test_faces_that_are_not_as_the_formats_say_are_refused(change, said):
+    class Wrong(RowQuantizer):
+        pass
+
+    Wrong.change = staticmethod(change)
+    with pytest.raises((TypeError, ValueError), match=rf"Wrong\(\): faces\(\) .*{said}"):
+        Wrong().quantize(random_tensor(32, 64))
+
+
+def test_a_quantizer_that_makes_its_faces_trains_and_compiles():
+    """Oracle: the built-in quantizer of the same format, whose elements differ by the last bit at most."""
+    config, own = (ht.HybridConfig(*[q] * 3) for q in (ht.Float8Quantizer(granularity="row"), RowQuantizer()))
+    x, found = random_tensor(3, 8, 64, dtype=torch.float32), []
+    for recipe, run in ((config, lambda net: net), (own, lambda net: net), (own, torch.compile)):
+        torch.manual_seed(0)
+        net = ht.quantize_(nn.Sequential(nn.Linear(64, 32)), recipe)
+        options = {"fullgraph": True, "backend": "aot_eager"} if run is torch.compile else {}
+        out = run(net, **options)(x)
+        out.square().mean().backward()
+        found.append((out.detach(), net[0].weight.grad))
+    for expected, *others in zip(*found, strict=True):
+        for other in others:
+            torch.testing.assert_close(other, expected, rtol=0, atol=0.02 * expected.abs().max().item())
+
+
+def test_a_cast_to_another_format_is_refused():
+    class Wrong(ExtendedQuantizer):
+        def cast(self, context):
+            return Cast(FP8_E4M3_ROW)
+
+    with pytest.raises(ValueError, match=f"Wrong.* a cast to its format, {FORMAT.name}, is required, got one to fp8"):
+        Wrong().quantize(random_tensor(32, 96))
 
 
 def test_a_word_trains_compiles_and_is_saved(device):

@@ -15,6 +15,7 @@ from torch import Tensor
 from hybridtensor.arguments import require_choice, require_int
 from hybridtensor.formats import Format, work_out
 from hybridtensor.ops import Cast, CastRequest, Face, Faces
+from hybridtensor.quantizers.own_faces import checked
 from hybridtensor.quantizers.plans import Plans, cast_plan, check_blocks
 from hybridtensor.state import MAX_SEED, Context, DelayedRule
 
@@ -71,9 +72,12 @@ class Quantizer(ABC):
     quantize: ClassVar[Callable[..., object]]
     update_: ClassVar[Callable[..., object]]
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, *, by_casts: bool = False) -> None:
         # Weights of ours name their quantizers in checkpoints
         torch.serialization.add_safe_globals([cls])
+        own = cls.__dict__.get("faces")
+        if own is not None and not by_casts:  # casts make faces as their formats say
+            type.__setattr__(cls, "faces", checked(own))
 
     def __getstate__(self) -> dict[str, object]:
         """Return the fields only, without cached plans."""
@@ -163,7 +167,7 @@ def one_face(
     return face
 
 
-class CastQuantizer(Quantizer):
+class CastQuantizer(Quantizer, by_casts=True):
     """A quantizer whose faces one cast makes where that is possible, and else ``faces_apart``."""
 
     def faces(

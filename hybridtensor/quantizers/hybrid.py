@@ -23,7 +23,7 @@ from hybridtensor.state import Context, DelayedRule
 
 
 @dataclass(frozen=True)
-class IdentityQuantizer(Quantizer):
+class IdentityQuantizer(Quantizer, by_casts=True):
     """No quantization: faces hold the values in the nominal dtype.
 
     ::

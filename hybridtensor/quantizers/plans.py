@@ -15,6 +15,7 @@ from hybridtensor.ops.amaxes import ReturnedAmaxes
 from hybridtensor.ops.cache import Cache
 from hybridtensor.ops.library import is_traced, runs_directly
 from hybridtensor.ops.references.blocks import amaxes_of_rows
+from hybridtensor.quantizers.own_faces import require_formats
 from hybridtensor.state import Context
 
 if TYPE_CHECKING:
@@ -181,6 +182,8 @@ def cast_plan(
     request = quantizer.request(
         rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
     )
+    if request is not None:
+        require_formats(quantizer, request)
     plan = None if request is None else CastPlan(request, context, device)
     if not traced:
         quantizer.plans[key] = plan
