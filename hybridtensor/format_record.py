@@ -42,6 +42,7 @@ class _OnePerValue(type):
 
 
 _RECORDS: dict[tuple[object, ...], Format] = {}
+_SEPARATORS = ";|"  # of casts as text
 
 
 @dataclass(frozen=True, eq=False)
@@ -320,15 +321,21 @@ def register_format(fmt: Format) -> Format:
         ht.formats.register_format(mine)
     """
     require_kind("register_format", "a Format", fmt, Format)
-    known = REGISTRY.setdefault(fmt.name, fmt)
-    if known is not fmt:
+    if not fmt.name or set(fmt.name) & set(_SEPARATORS):
         raise ValueError(
-            f"register_format: names are unique, got a second {fmt.name!r}; choose another name"
+            f"register_format: a name without {' and '.join(_SEPARATORS)} is required, got {fmt.name!r}; choose "
+            "another name"
         )
-    work_out(known)
-    if known.values is not None:
-        work_out(known.values)
-    return known
+    records = [fmt] if fmt.values is None else [fmt, fmt.values]
+    for record in records:
+        if _find(record.name) not in (None, record):
+            raise ValueError(
+                f"register_format: names are unique, got a second {record.name!r}; choose another name"
+            )
+    REGISTRY[fmt.name] = fmt
+    for record in records:
+        work_out(record)
+    return fmt
 
 
 def work_out(record: object) -> None:

@@ -148,6 +148,15 @@ def test_a_second_record_of_one_name_is_refused():
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["", "a;b", "a|b", "mxfp8_e4m3_values"])
+def test_a_name_that_operators_cannot_read_is_refused(name):
+    """Operators get their casts as text, between separators, and the values of a format by its name."""
+    fmt = dataclasses.replace(FP8_E4M3_ROW, name=name, block=(1, 40))
+    with pytest.raises(ValueError, match=r"register_format: .* got .*choose another name"):
+        formats.register_format(fmt)
+    assert formats.format_of_face("mxfp8_e4m3_values") is formats.MXFP8_E4M3.values
+
+
 def test_a_trace_works_out_nothing_of_a_record(monkeypatch):
     """Dynamo cannot enter the lock of a value that is worked out at its first use."""
     monkeypatch.setattr(format_record, "REGISTRY", dict(formats.REGISTRY))
