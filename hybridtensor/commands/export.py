@@ -24,6 +24,10 @@ _BESIDE = (
 )  # fmt: skip
 
 
+_OF_A_RUN = ("config", "entry", "step", "persistent", "static_inputs")
+"""Options that say something of a run's checkpoints."""
+
+
 def add(command: argparse.ArgumentParser) -> None:
     """Add the arguments of ``export``."""
     command.add_argument(
@@ -46,7 +50,7 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("--experts", default="separate", choices=["separate", "stacked"])
     command.add_argument("--config", type=Path, help="folder of config.json, of a run's model")
     command.add_argument(
-        "--entry", default="model", help="what checkpoints of the run call the model"
+        "--entry", help="what checkpoints of the run call the model (default: model)"
     )
     command.add_argument("--step", type=int, help="of the run; by default the newest that is whole")
     command.add_argument(
@@ -76,7 +80,7 @@ def run(given: argparse.Namespace) -> int:
                 f"--config is required, a folder with config.json, for the checkpoints in {given.source}"
             )
         model = _converted(models.from_config(config_of(given.config), dtype=dtype), given)
-        state: dict[str, object] = {given.entry: model}
+        state: dict[str, object] = {given.entry or "model": model}
         checkpoint.load(given.source, state, step=given.step)
         beside = given.config
     else:
@@ -103,11 +107,10 @@ def _check(given: argparse.Namespace) -> None:
         raise ValueError(
             f"a new folder whose parent is there is required, got {given.folder}; name another"
         )
-    if given.static_inputs and not _is_run(given.source):
-        raise ValueError(
-            f"--static-inputs requires a run's checkpoints, which have scales of inputs, got {given.source}; leave it "
-            "out"
-        )
+    extra = [name for name in _OF_A_RUN if vars(given)[name] not in (None, False)]
+    if extra and not _is_run(given.source):
+        option = "--" + extra[0].replace("_", "-")
+        raise ValueError(f"{option} requires a run's checkpoints, got {given.source}; leave it out")
 
 
 def _is_run(folder: Path) -> bool:

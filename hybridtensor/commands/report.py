@@ -26,8 +26,11 @@ def add(command: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Write the page; or print the last sample's numbers as data."""
     if given.json:
-        if given.beside is not None:
-            raise ValueError("one recording is required with --json, got --beside; leave one out")
+        extra = given.page if given.beside is None else "--beside"
+        if extra is not None:
+            raise ValueError(
+                f"one recording, and no page, is required with --json, got {extra}; leave one out"
+            )
         recording = Recording.load(given.file)
         last = recording.samples[-1] if recording.samples else None
         scalars = {} if last is None else last.scalars()

@@ -53,4 +53,7 @@ def test_two_files_on_one_page(tmp_path, capsys):
     assert main(["report", first, "--beside", str(tmp_path / "none.json")]) == 1
     assert "none.json" in capsys.readouterr().err
     assert main(["report", first, "--beside", other, "--json"]) == 1
-    assert "one recording is required with --json" in capsys.readouterr().err
+    assert "one recording, and no page, is required with --json" in capsys.readouterr().err
+    assert main(["report", first, str(tmp_path / "page.html"), "--json"]) == 1
+    assert "one recording, and no page, is required with --json" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
