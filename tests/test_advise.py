@@ -103,6 +103,15 @@ def test_errors_are_those_of_gradients(place):
             assert 0.67 < found / point.error**0.5 < 1.2, point.name
 
 
+def test_the_table_names_the_layers_of_each_recipe():
+    """Without a gradient of the input, the first layer has another recipe than the last one: both are numbers."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    advice = ht.advise(model, batches(), loss=loss, hardware="h200", budget="fp8", formats=["bf16", "fp8"])
+    assert advice.specs == {"0": "fp8/bf16/fp8", "2": "fp8"}
+    lines = [" ".join(line.split()) for line in str(advice).splitlines()]
+    assert {"fp8/bf16/fp8 0", "fp8 2"} <= set(lines)
+
+
 def test_layers_may_be_called_by_keyword_and_in_reentrant_checkpoints():
     class Chain(nn.Module):
         def __init__(self, call):

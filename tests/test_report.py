@@ -210,6 +210,16 @@ def drawn_by(page):
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="node runs the page's script")
 
 
+def test_recipes_name_their_layers(tmp_path):
+    one = recording(layers=3).recording()
+    run = dataclasses.replace(
+        one, recipes={name: "fp8" if name[0] == "1" else spec for name, spec in one.recipes.items()}
+    )
+    page = ht.report(run, tmp_path / "page.html").read_text()
+    assert "<dd>1.up_proj, 1.down_proj</dd>" in page
+    assert "<dd>[0,2].up_proj x2</dd>" in page
+
+
 @needs_node
 def test_the_script_draws_both_recordings(tmp_path):
     """A row of each for each layer, in the same colours; of what one lacks, the row of the other alone."""

@@ -23,7 +23,7 @@ from hybridtensor.arguments import (
     wrong,
 )
 from hybridtensor.costs import CostTable
-from hybridtensor.explanation.folding import in_kinds
+from hybridtensor.explanation.folding import in_short
 from hybridtensor.printed import Printed, add_row, named_table
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.recipes.spec import GEMMS
@@ -107,7 +107,7 @@ class Advice(Printed):
         for layer, spec in self.specs.items():
             by_spec.setdefault(spec, []).append(layer)
         for spec, layers in sorted(by_spec.items(), key=lambda one: -len(one[1])):
-            add_row(chosen, spec, in_kinds(layers))
+            add_row(chosen, spec, in_short(layers, self.specs))
         points = named_table("everywhere", "time / BF16", "error")
         for point in sorted((p for p in self.curve if p.name), key=lambda p: p.cost):
             add_row(points, point.name, f"{point.cost:.3f}", f"{point.error:.3g}")

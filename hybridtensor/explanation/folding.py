@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
@@ -33,10 +31,9 @@ def fold(names: Iterable[tuple[str, Said]], among: Iterable[str]) -> list[Fold[S
     ]
 
 
-def in_kinds(names: Iterable[str]) -> str:
-    """List names, those that differ only in digits as one: ``layers.*.up x32, head``."""
-    kinds = Counter(re.sub(r"\d+", "*", name) for name in names)
-    return ", ".join(f"{kind} x{count}" if count > 1 else kind for kind, count in kinds.items())
+def in_short(names: Iterable[str], among: Iterable[str]) -> str:
+    """List some of all names, folded: ``layers.*.up x32, head``."""
+    return ", ".join(one.called for one in fold(((name, "") for name in names), among))
 
 
 def _kind(name: str) -> str:

@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from hybridtensor.arguments import require_file, wrong
-from hybridtensor.explanation.folding import in_kinds
+from hybridtensor.explanation.folding import in_short
 from hybridtensor.watching.beside import beside as side_by_side
 from hybridtensor.watching.findings import findings, standing_out
 from hybridtensor.watching.judging import Judged, judged, nearest
@@ -361,7 +361,7 @@ def _recipe(recording: Recording) -> str:
         sorted(recording.recipes.items(), key=lambda one: one[1]), key=lambda one: one[1]
     )
     for spec, layers in by_recipe:
-        names = in_kinds(name for name, _ in layers)
+        names = in_short((name for name, _ in layers), recording.recipes)
         found.append(f"<dt><code>{escape(spec)}</code></dt><dd>{escape(names)}</dd>")
     machine = ", ".join(f"{name} {value}" for name, value in recording.machine.items())
     return f"<dl>{''.join(found)}</dl><p class=quiet>{escape(machine)}</p>"
