@@ -158,6 +158,21 @@ def test_a_quantizer_that_makes_its_faces_trains_and_compiles():
             torch.testing.assert_close(other, expected, rtol=0, atol=0.02 * expected.abs().max().item())
 
 
+def test_a_quantizer_that_knows_no_experts_is_named():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_experts, self.weight = 2, nn.Parameter(torch.randn(2, 32, 64).bfloat16())
+
+        def forward(self, x, offs):
+            return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=offs)
+
+    model, offs = Experts(), torch.tensor([8, 32], dtype=torch.int32)
+    ht.quantize_(model, ht.HybridConfig(*[RowQuantizer()] * 3))
+    with pytest.raises(ValueError, match=r"RowQuantizer\(\): faces\(\) .* by the 2 experts in its context"):
+        model(random_tensor(32, 64, dtype=torch.bfloat16), offs)
+
+
 def test_a_cast_to_another_format_is_refused():
     class Wrong(ExtendedQuantizer):
         def cast(self, context):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 from hybridtensor.arguments import shown
 from hybridtensor.formats import Format
 from hybridtensor.ops import CastRequest, Face
-from hybridtensor.ops.face import face_layouts
+from hybridtensor.ops.face import Groups, face_layouts
+from hybridtensor.ops.groups import layouts_of
 from hybridtensor.state import Context
 
 if TYPE_CHECKING:
@@ -40,13 +41,11 @@ def checked(faces: Callable[..., object]) -> Callable[..., object]:
                 f"{_told(made)}; return both as a tuple"
             )
         context = options.get("context")
-        rows: int | None = math.prod(x.shape[:-1])
-        if isinstance(context, Context) and context.groups is not None:
-            rows = None  # of the groups, with zeros between them
+        groups = context.groups if isinstance(context, Context) else None
         if rowwise:
-            _require(self, "rowwise", made[0], self.rowwise_format, (rows, x.shape[-1]))
+            _require(self, "rowwise", made[0], self.rowwise_format, x.shape, groups)
         if columnwise:
-            _require(self, "columnwise", made[1], self.columnwise_format, (x.shape[-1], rows))
+            _require(self, "columnwise", made[1], self.columnwise_format, x.shape, groups)
         return made
 
     return check
@@ -57,9 +56,10 @@ def _require(
     direction: str,
     face: object,
     fmt: Format,
-    extents: tuple[int | None, int | None],
+    shape: Sequence[int],
+    groups: Groups | None,
 ) -> None:
-    """Raise unless a face has the format, and tensors of its dtypes and shapes; None is any extent."""
+    """Raise unless a face of a tensor has the format, and tensors of its dtypes and shapes."""
     who = f"{quantizer}: faces()"
     if face is None:
         raise ValueError(f"{who} made no {direction} face; have it return what is asked for")
@@ -71,20 +71,32 @@ def _require(
         raise ValueError(
             f"{who} returned a {direction} face in {face.format}, but {direction}_format is {fmt}; make both the same"
         )
-    other, contraction = extents
-    if other is None or contraction is None:
-        return
     got = [(tuple(tensor.shape), tensor.dtype) for tensor in face.tensors()]
-    required: list[tuple[tuple[int, ...], torch.dtype]] = [((other, contraction), face.qdata.dtype)]
-    if not fmt.is_identity:
-        required = [
-            (part.shape, part.dtype) for part in face_layouts(face.format, other, contraction)
-        ]
+    required = _required(face, direction, shape, groups)
     if got != required:
+        of = "" if groups is None else f" by the {groups.num_groups} experts in its context"
         raise ValueError(
             f"{who} returned a {direction} face of {_layout(got)}, but {fmt} has {_layout(required)} for a tensor of "
-            f"{contraction if direction == 'columnwise' else other} rows; see ops.face.face_layouts"
+            f"shape {list(shape)}{of}; make it so, or derive from OneFormatQuantizer, whose casts do"
         )
+
+
+def _required(
+    face: Face, direction: str, shape: Sequence[int], groups: Groups | None
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of each tensor of a face."""
+    rows, columns, rowwise = math.prod(shape[:-1]), shape[-1], direction == "rowwise"
+    extents = (rows, columns) if rowwise else (columns, rows)
+    fmt, dtype = face.format, face.qdata.dtype
+    if fmt.is_identity:
+        return [(extents if groups is None else tuple(face.qdata.shape), dtype)]
+    if groups is None:
+        layouts = list(face_layouts(fmt, *extents))
+    elif rowwise:
+        layouts = layouts_of(fmt, None, shape, groups)[0]
+    else:
+        layouts = layouts_of(None, fmt, shape, groups)[1]
+    return [(layout.shape, layout.dtype) for layout in layouts]
 
 
 def require_formats(quantizer: Quantizer, request: CastRequest) -> None:
