@@ -112,6 +112,27 @@ def test_the_table_names_the_layers_of_each_recipe():
     assert {"fp8/bf16/fp8 0", "fp8 2"} <= set(lines)
 
 
+def test_layers_with_one_weight_get_one_recipe():
+    """``quantize_`` refuses others, which the two would get each for itself."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.mid, self.b = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(torch.relu(self.mid(torch.relu(self.a(x) * 50)))) * 0.01
+
+    for budget in (1e-3, 3e-3, 1e-2):
+        advice = ht.advise(Tied(), batches(), loss=loss, hardware="b200", budget=budget)
+        assert advice.specs["a"] == advice.specs["b"]
+        assert advice.error == pytest.approx(sum(row.weight * row.noise[row.format] for row in advice.table))
+        assert advice.error <= budget
+        ht.quantize_(Tied(), advice.recipe)
+
+
 def test_layers_may_be_called_by_keyword_and_in_reentrant_checkpoints():
     class Chain(nn.Module):
         def __init__(self, call):

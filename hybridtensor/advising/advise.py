@@ -254,10 +254,23 @@ def _checked(loss: Callable[[nn.Module, Batch], object]) -> Callable[[nn.Module,
     return run
 
 
+def _together(products: list[Product]) -> dict[tuple[str, str], list[Product]]:
+    """Return the products that get one format: those of layers with one weight, which have one recipe."""
+    groups: dict[tuple[str, str], list[Product]] = {}
+    for p in products:
+        groups.setdefault(_group_of(p), []).append(p)
+    return groups
+
+
+def _group_of(product: Product) -> tuple[str, str]:
+    owner = product.layer if product.tied_to is None else product.tied_to
+    return owner, product.gemm
+
+
 def _options(
     products: list[Product], specs: list[str], prices: CostTable
 ) -> list[list[FormatOption]]:
-    """List the formats that fit each product, each with its error and its share of the cost of all products."""
+    """List the formats that fit each group of products, each with its error and its share of the cost of all."""
     every = sum(product.operations for product in products)
     gemms = {gemm.name: gemm for gemm in GEMMS}
     cost = {
@@ -266,15 +279,16 @@ def _options(
         for name, gemm in gemms.items()
     }
     made = []
-    for p in products:
-        fitting = [spec for spec in specs if spec in p.noise]
+    for (layer, gemm), group in _together(products).items():
+        fitting = [spec for spec in specs if all(spec in p.noise for p in group)]
         if not fitting:
             raise ValueError(
-                f"advise: layer {p.layer} fits none of {', '.join(specs)}; allow {PLAIN}, too"
+                f"advise: layer {layer} fits none of {', '.join(specs)}; allow {PLAIN}, too"
             )
+        share = sum(p.operations for p in group) / every
         made.append(
             [
-                FormatOption(spec, cost[spec, p.gemm] * p.operations / every, p.error(spec))
+                FormatOption(spec, cost[spec, gemm] * share, sum(p.error(spec) for p in group))
                 for spec in fitting
             ]
         )
@@ -296,9 +310,12 @@ def _advice(
     prices: CostTable,
 ) -> Advice:
     every = sum(product.operations for product in products)
+    formats = dict(zip(_together(products), best.choice, strict=True))
     table = tuple(
-        AdvisedProduct(p.layer, p.gemm, fmt, p.noise, p.weight, p.operations / every)
-        for p, fmt in zip(products, best.choice, strict=True)
+        AdvisedProduct(
+            p.layer, p.gemm, formats[_group_of(p)], p.noise, p.weight, p.operations / every
+        )
+        for p in products
     )
     points = [CurvePoint(step.cost, step.error, "") for step in steps]
     for spec in specs:

@@ -44,13 +44,15 @@ Batch = TypeVar("Batch")
 
 
 class Product(NamedTuple):
-    """A product of a layer, its share of the cost, and the noise of each format in it."""
+    """A product of a layer, its share of the cost, and the noise of each format in it; ``tied_to`` is the first layer
+    with the same weight, if there are several."""
 
     layer: str
     gemm: str
     operations: float
     weight: float
     noise: dict[str, float]
+    tied_to: str | None = None
 
     def error(self, fmt: str) -> float:
         """Return this product's share of the recipe's error with one format; infinite if that overflows."""
@@ -232,8 +234,10 @@ def _backward(
 def _products(layers: dict[Noise, Block | None]) -> list[Product]:
     ran = sorted((one for one in layers if one.order >= 0), key=lambda one: one.order)
     whole = sum(one.gradient for one in ran) or 1.0
-    before, made = 0.0, []
+    before, made, owners = 0.0, [], dict[nn.Parameter, str]()
     for one in ran:
+        name, held = one.layer.name, one.layer.module._parameters.get(one.layer.parameter)
+        tied_to = None if held is None else owners.setdefault(held, name)
         block = layers[one]
         weights = {
             "output": 1.0 if block is None else block.forward_share(),
@@ -245,5 +249,5 @@ def _products(layers: dict[Noise, Block | None]) -> list[Product]:
         before += one.gradient
         for gemm, weight in weights.items():
             noise = {fmt: one.relative(gemm, fmt) for fmt in one.formats}
-            made.append(Product(one.layer.name, gemm, one.operations[gemm], weight, noise))
+            made.append(Product(name, gemm, one.operations[gemm], weight, noise, tied_to))
     return made
