@@ -287,7 +287,7 @@ def measure(
 
     A time is that of the casts and the three products of a linear layer in bfloat16 (whose weight is quantized each
     time), the median over repetitions. Sizes are multiples of 128, and best large: small products cost what launching
-    them costs.
+    them costs. Torch's generators are as before afterwards.
 
     Args:
         device: Where.
@@ -310,10 +310,13 @@ def measure(
                 f"costs.measure: a multiple of 128 is required as {what}, got {size}; round it up"
             )
     name = _name_of(where)
-    x, grad = (torch.randn(tokens, n, device=where).bfloat16() for n in (in_features, out_features))
-    operands = {"input": x, "grad_output": grad}
-    operands["weight"] = torch.randn(out_features, in_features, device=where).bfloat16()
-    times = _times({word: _layer(word, operands) for word in KNOWN[:-1]}, where, repeats)
+    shapes = {"input": (tokens, in_features), "grad_output": (tokens, out_features)}
+    shapes["weight"] = (out_features, in_features)
+    with torch.random.fork_rng([where] if where.type == "cuda" else []):
+        operands = {
+            role: torch.randn(shape, device=where).bfloat16() for role, shape in shapes.items()
+        }
+        times = _times({word: _layer(word, operands) for word in KNOWN[:-1]}, where, repeats)
     source = f"casts and products of {tokens} x {out_features} x {in_features}, torch {torch.__version__}"
     rows = [
         Row(word, times[word] / times["bf16"], _is_native(word, where), source)

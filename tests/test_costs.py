@@ -93,7 +93,10 @@ def test_an_unknown_origin_names_the_argument():
 
 
 def test_a_table_is_measured(device):
+    generators = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
     found = costs.measure(device, tokens=128, out_features=128, in_features=256, repeats=2)
+    after = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+    assert all(map(torch.equal, generators, after))  # as advise(hardware=None) promises
     assert [row.word for row in found.rows] == list(costs.KNOWN)
     assert found.rows[0].time == 1.0
     assert all(row.time > 0 for row in found.rows)
