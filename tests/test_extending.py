@@ -169,7 +169,9 @@ def test_a_quantizer_that_knows_no_experts_is_named():
 
     model, offs = Experts(), torch.tensor([8, 32], dtype=torch.int32)
     ht.quantize_(model, ht.HybridConfig(*[RowQuantizer()] * 3))
-    with pytest.raises(ValueError, match=r"RowQuantizer\(\): faces\(\) .* by the 2 experts in its context"):
+    with pytest.raises(
+        ValueError, match=r"layer weight, .*: RowQuantizer\(\): faces\(\) .* by the 2 experts in its context"
+    ):
         model(random_tensor(32, 64, dtype=torch.bfloat16), offs)
 
 

@@ -35,17 +35,16 @@ def checked(faces: Callable[..., object]) -> Callable[..., object]:
         **options: object,
     ) -> object:
         made = faces(self, x, rowwise=rowwise, columnwise=columnwise, dtype=dtype, **options)
+        context = options.get("context")
         if not isinstance(made, (tuple, list)) or isinstance(made, Face) or len(made) != 2:
             raise TypeError(
-                f"{self}: faces() returns a rowwise and a columnwise face, or None in place of one, got "
+                f"{_who(self, context)} returns a rowwise and a columnwise face, or None in place of one, got "
                 f"{_told(made)}; return both as a tuple"
             )
-        context = options.get("context")
-        groups = context.groups if isinstance(context, Context) else None
         if rowwise:
-            _require(self, "rowwise", made[0], self.rowwise_format, x.shape, groups)
+            _require(self, "rowwise", made[0], self.rowwise_format, x.shape, context)
         if columnwise:
-            _require(self, "columnwise", made[1], self.columnwise_format, x.shape, groups)
+            _require(self, "columnwise", made[1], self.columnwise_format, x.shape, context)
         return made
 
     return check
@@ -57,27 +56,33 @@ def _require(
     face: object,
     fmt: Format,
     shape: Sequence[int],
-    groups: Groups | None,
+    context: object,
 ) -> None:
     """Raise unless a face of a tensor has the format, and tensors of its dtypes and shapes."""
-    who = f"{quantizer}: faces()"
     if face is None:
-        raise ValueError(f"{who} made no {direction} face; have it return what is asked for")
+        raise ValueError(
+            f"{_who(quantizer, context)} made no {direction} face; have it return what is asked for"
+        )
     if not isinstance(face, Face):
-        raise TypeError(f"{who} returns a Face as {direction} face, got {_told(face)}; make one")
+        raise TypeError(
+            f"{_who(quantizer, context)} returns a Face as {direction} face, got {_told(face)}; make one"
+        )
     if face.dequantized_rowwise is not None:
         return  # it has the tensors of the rowwise face
     if face.format.base is not fmt:
         raise ValueError(
-            f"{who} returned a {direction} face in {face.format}, but {direction}_format is {fmt}; make both the same"
+            f"{_who(quantizer, context)} returned a {direction} face in {face.format}, but {direction}_format is "
+            f"{fmt}; make both the same"
         )
+    groups = context.groups if isinstance(context, Context) else None
     got = [(tuple(tensor.shape), tensor.dtype) for tensor in face.tensors()]
     required = _required(face, direction, shape, groups)
     if got != required:
         of = "" if groups is None else f" by the {groups.num_groups} experts in its context"
         raise ValueError(
-            f"{who} returned a {direction} face of {_layout(got)}, but {fmt} has {_layout(required)} for a tensor of "
-            f"shape {list(shape)}{of}; make it so, or derive from OneFormatQuantizer, whose casts do"
+            f"{_who(quantizer, context)} returned a {direction} face of {_layout(got)}, but {fmt} has "
+            f"{_layout(required)} for a tensor of shape {list(shape)}{of}; make it so, or derive from "
+            "OneFormatQuantizer, whose casts do"
         )
 
 
@@ -109,6 +114,12 @@ def require_formats(quantizer: Quantizer, request: CastRequest) -> None:
             raise ValueError(
                 f"{quantizer}: a cast to its format, {fmt}, is required, got one to {cast.format}; make both the same"
             )
+
+
+def _who(quantizer: Quantizer, context: object) -> str:
+    """Return how an error begins: with the layer, if there is one."""
+    layer = isinstance(context, Context) and context.state is not None and context.state.name
+    return f"{context}: {quantizer}: faces()" if layer else f"{quantizer}: faces()"
 
 
 def _told(value: object) -> str:
