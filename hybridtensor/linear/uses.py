@@ -76,7 +76,7 @@ def _warn_of_unmultiplied(model: nn.Module, optimizer: Optimizer) -> None:
         if state not in states:
             continue
         del unmultiplied[state]
-        if not (state.multiplied if read.in_graph else state.may_be_multiplied):
+        if not (state.multiplied or (state.is_in_graphs and not read.in_graph)):
             state.multiplied = True  # or said to be missing: once per layer
             where = "compiled code of " if read.in_graph else ""
             warnings.warn(

@@ -82,8 +82,8 @@ class LayerState(StateModule):
         self.rules: tuple[DelayedRule, ...] = ()
         self.record: AmaxRecord | None = None
         self.recording = True
-        self.unrecorded = self.recorded = self.multiplied = self.replayed = False
-        self.is_in_graphs = False
+        self.unrecorded = self.recorded = self.replayed = False
+        self.multiplied = self.is_in_graphs = False
         self.common: CommonAmax | None = None
         self.ranks = ALL_RANKS
         self.version, self.steps, self.steps_change_weight = 0, 0, False
@@ -124,11 +124,6 @@ class LayerState(StateModule):
         stochastic = {role for role, quantizer in quantizers.items() if quantizer.stochastic}
         state.require(rules, stochastic=stochastic, device=where)
         return state
-
-    @property
-    def may_be_multiplied(self) -> bool:
-        """Whether a product of the layer ran, as far as is known of compiled graphs."""
-        return self.multiplied or self.is_in_graphs
 
     @property
     def is_empty(self) -> bool:

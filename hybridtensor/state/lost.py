@@ -32,7 +32,11 @@ class LostStates:
         if at_once or self._states != states:  # else no layer came or went
             self._states, self._waiting = states, self._found(model, set(states))
         for state, (name, steps, waited) in self._waiting.items():
-            waited = waited + 1 if state.may_be_multiplied and state.steps == steps else 0
+            waited = (
+                waited + 1
+                if (state.multiplied or state.is_in_graphs) and state.steps == steps
+                else 0
+            )
             self._waiting[state] = name, state.steps, waited
             if waited > (0 if at_once else _FORGIVEN_STEPS):
                 raise RuntimeError(

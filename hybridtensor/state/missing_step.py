@@ -73,7 +73,11 @@ class _MissingStepOfCopies:
         if known is None or known[0] != count:
             known = self._counted[optimizer] = (count, _StepCount(_unknown(optimizer, models)))
         counted = known[1]
-        used = [state for state in counted.states if state.may_be_multiplied and not state.is_empty]
+        used = [
+            state
+            for state in counted.states
+            if (state.multiplied or state.is_in_graphs) and not state.is_empty
+        ]
         if not used:
             counted.steps = 0
         elif counted.add():

@@ -107,7 +107,7 @@ def observe_read(weight: Any, reader: object, *, in_training: bool = False) -> N
     # Optimizers read without gradients, logs and averages a detached alias. The part in a DTensor is neither.
     if (
         state is not None
-        and not (state.multiplied if in_graph else state.may_be_multiplied)
+        and not (state.multiplied or (state.is_in_graphs and not in_graph))
         and torch.is_grad_enabled()
         and (
             in_training

@@ -6,7 +6,6 @@ Shape letters: ``M`` rows, ``K`` columns.
 from __future__ import annotations
 
 import functools
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +34,7 @@ class ReferenceCast(PreparedCast):
         check_rules(request)
         for cast in request[:3]:
             if cast is not None:
-                _definition(cast.format.base)
+                _require_definition(cast.format.base)
         self.request = request
         row, column = (None if cast is None else cast.for_qdata() for cast in request[:2])
         self._as_qdata = request._replace(row=row, column=column)
@@ -133,23 +132,22 @@ def _with_zero_rows(
     return F.pad(x, (0, 0, 0, count)), inputs
 
 
-def _definition(fmt: Format) -> ModuleType:
-    """Return the module that defines a format's elements and scales; raise ValueError if none does."""
+def _require_definition(fmt: Format) -> None:
+    """Raise ValueError unless a module of ``references`` defines a format's elements and scales."""
     packed = fmt.element == torch.float4_e2m1fn_x2 and fmt.elements_per_byte == 2
     fp8 = fmt.element in (torch.float8_e4m3fn, torch.float8_e5m2) and fmt.elements_per_byte == 1
     if fmt.tensor_block is not None:
-        if packed and fmt.scale_dtype == torch.float8_e4m3fn and fmt.tensor_block[1] is None:
-            return eden if fmt.drawn_signs else nvfp4
+        is_known = packed and fmt.scale_dtype == torch.float8_e4m3fn and fmt.tensor_block[1] is None
     elif fmt.scale_dtype == torch.float8_e8m0fnu:
-        if (packed or fp8) and fmt.pow2_scale:
-            return mx
-    elif fp8 and fmt.scale_dtype == torch.float32 and not fmt.hadamard:
-        return float8
-    raise ValueError(
-        f"quantize: no definition casts to {fmt} (elements {fmt.element}, {fmt.elements_per_byte} per byte, scales "
-        f"{fmt.scale_dtype}, pow2_scale={fmt.pow2_scale}, tensor_block={fmt.tensor_block}, hadamard={fmt.hadamard}); "
-        "change the record, or add a definition to ops/references"
-    )
+        is_known = (packed or fp8) and fmt.pow2_scale
+    else:
+        is_known = fp8 and fmt.scale_dtype == torch.float32 and not fmt.hadamard
+    if not is_known:
+        raise ValueError(
+            f"quantize: no definition casts to {fmt} (elements {fmt.element}, {fmt.elements_per_byte} per byte, scales "
+            f"{fmt.scale_dtype}, pow2_scale={fmt.pow2_scale}, tensor_block={fmt.tensor_block}, "
+            f"hadamard={fmt.hadamard}); change the record, or add a definition to ops/references"
+        )
 
 
 def _face(matrix: Tensor, cast: Cast, inputs: CastInputs, *, transposed: bool) -> Face:
@@ -161,12 +159,11 @@ def _face(matrix: Tensor, cast: Cast, inputs: CastInputs, *, transposed: bool) -
         amax = amax.amax(dim=0, keepdim=True)
     rounding = inputs.rounding if cast.stream >= 0 else None
     draws = nvfp4.Draws(rounding, cast.stream, inputs.first_row, transposed)
-    definition = _definition(fmt)
-    if definition is eden:
+    if fmt.drawn_signs:
         qdata, scale, tensor_scale = eden.quantize(matrix, fmt, draws, amax)
-    elif definition is nvfp4:
+    elif fmt.tensor_block is not None:
         qdata, scale, tensor_scale = nvfp4.quantize(matrix, fmt, draws, amax, cast.rule)
-    elif definition is mx:
+    elif fmt.scale_dtype == torch.float8_e8m0fnu:
         qdata, scale = mx.quantize(matrix, fmt, draws, cast.rule)
     elif cast.slot < 0:
         qdata, scale = float8.quantize(matrix, fmt, cast.pow2_scale, amax)
