@@ -7,6 +7,7 @@ where a product is in high precision.
 import copy
 import gc
 import itertools
+import math
 import weakref
 
 import pytest
@@ -338,6 +339,19 @@ def test_every_way_to_write_the_product(spec, persistent):
     assert torch.equal(grads(lambda x: torch.addmm(unread, x, w.t(), beta=0))[0], expected[0])
     batched = (x.view(2, 3, 32) @ w.t()).view(6, 48)
     assert torch.equal(batched, expected[0])
+
+
+@pytest.mark.parametrize("size", [(), (1,), (1, 1), (48,), (6, 1), (6, 48)], ids=str)
+def test_addmm_adds_what_torch_broadcasts(size, device):
+    """The sum is that of the product alone, rounded in fp32; the gradient that of the plain broadcast."""
+    converted, _ = layer("fp8", dtype=torch.float32, device=device)
+    w, x = converted.weight, random_tensor(6, 32, dtype=torch.float32, device=device)
+    added = torch.linspace(-2, 2, 288, device=device)[: math.prod(size)].view(size).requires_grad_()
+    out = torch.addmm(added, x, w.t())
+    torch.testing.assert_close(out, x @ w.t() + added, rtol=1e-6, atol=1e-6)
+    out.sum().backward()
+    assert added.grad.shape == size
+    assert (added.grad == 6 * 48 / added.numel()).all()
 
 
 @pytest.mark.parametrize("shape", [(6, 32), (32,)], ids=["tokens", "one token"])

@@ -275,7 +275,7 @@ def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         return _sum(func, args, kwargs)
     beta, alpha = others.pop("beta", 1), others.pop("alpha", 1)
     _require_only_operands("addmm", others)
-    if is_weight(right) and bias.dim() == 1 and beta == 1 and alpha == 1:
+    if is_weight(right) and bias.shape == right.shape[1:] and beta == 1 and alpha == 1:
         return linear(left, right.t(), bias)
     out: Tensor = alpha * torch.mm(left, right)
     # With beta=0 torch does not read the bias, which may be uninitialized.
