@@ -696,6 +696,21 @@ class TestRandomRounding:
         deviation = 0.5 * np.sqrt(0.6 * 0.4 / drawn.size)
         assert abs(drawn.mean() - 0.3) < 5 * deviation
 
+    @states("8.1")
+    def test_what_is_beyond_the_grid_loses_its_mean(self):
+        x = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0))
+        face = rowwise(self.QUANTIZER, x, ht.Context("grad_output", self.state().tensors()))
+        scale = (face.scale.double() * face.tensor_scale.double() / 2688).repeat_interleave(16, dim=1).numpy()
+        beyond = np.abs(x.numpy()) > 6 * scale
+        assert abs(beyond.mean() - 0.035) < 0.001
+        assert (np.abs(decoded(face)[beyond]) == 6).all()
+        clipped = x.double().numpy().clip(-6 * scale, 6 * scale)
+        lost = 1 - (clipped * x.numpy()).sum() / (x.numpy() ** 2).sum()
+        assert abs(lost - 0.0034) < 0.0001
+        held = (decoded(face) * scale * x.numpy()).sum() / (x.numpy() ** 2).sum()
+        noise = np.linalg.norm((decoded(face) * scale - clipped) * x.numpy()) / (x.numpy() ** 2).sum()
+        assert abs(1 - held - lost) < 5 * noise
+
     @states("8.3")
     def test_a_part_draws_what_the_whole_would(self):
         quantizer = ht.NVFP4Quantizer(row_scaled=True, rounding="stochastic")
@@ -769,6 +784,24 @@ class TestRoundingThroughScales:
         np.testing.assert_allclose(face.dequantize().float().numpy(), values, rtol=1e-5, atol=1e-5)
         assert not values[:, 128:].any()
         assert 0.08 < np.linalg.norm(values - x.numpy()) / np.linalg.norm(x.numpy()) < 0.12
+
+    @states("8.8")
+    @pytest.mark.parametrize(
+        ("count", "others", "least", "most"),
+        [(2, 0, 0.035, 0.055), (5, 0, 0.035, 0.055), (16, 0, 0, 0.01), (1, 0.0075, 0.015, 0.035)],
+    )
+    def test_the_mean_of_few_values(self, count, others, least, most):
+        """Over rows of normally distributed values in root mean square, and the worst, less the error of the draws."""
+        generator, draws = torch.Generator().manual_seed(count), 100
+        x = others * torch.randn(256, 128, generator=generator)
+        for row in x:
+            row[torch.randperm(128, generator=generator)[:count]] = torch.randn(count, generator=generator)
+        torch.manual_seed(0)
+        held = torch.stack([rowwise(self.QUANTIZER, x).dequantize(torch.float64) for _ in range(draws)])
+        squares = (held.mean(0) - x).square().sum(1) - held.var(0).sum(1) / draws
+        relative = squares / x.square().sum(1)
+        assert least < relative.mean().clamp(min=1e-9).sqrt() < most
+        assert relative.max() < 0.145**2
 
     @states("8.9")
     @pytest.mark.parametrize("wrong", [NAN, INF])

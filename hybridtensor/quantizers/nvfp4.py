@@ -26,9 +26,9 @@ class NVFP4Quantizer(RoundingQuantizer):
         hadamard: Rotate every 16 values along the contraction axis first, which spreads outliers.
             Both operands of a product need it, or neither.
         rounding: ``"nearest"``, or one that keeps the mean, for gradients: ``"stochastic"``, elements are rounded up
-            or down at random, or ``"eden"``, the scales are, after elements were rounded to nearest under a rotation
-            of 128 values with random signs, which errs half as much. Both operands of a product need ``"eden"``, with
-            one seed, or neither; ``hadamard`` is not for these.
+            or down at random (what is clipped loses its mean), or ``"eden"``, the scales are, after elements were
+            rounded to nearest under a rotation of 128 values with random signs, which errs half as much. Both operands
+            of a product need ``"eden"``, with one seed, or neither; ``hadamard`` is not for these.
         seed: Seed of the random rounding, from 0 to 2^29 - 1.
         four_over_six: Quantize every block twice, with its amax mapped to 6 and to 4, and store the result that has
             the smaller error: ``"mae"``, the sum of absolute errors, or ``"mse"``, of squared ones. What is stored is
