@@ -2,12 +2,14 @@
 
 import copy
 import io
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from experts import Experts, Mixture
-from tiers import covered, in_turn
+from tiers import covered, in_turn, long
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.export import Dim
@@ -144,6 +146,28 @@ def test_saved_and_decomposed_programs(x, recipe, persistent):
         assert torch.equal(out, net(x))
         with pytest.raises(NotImplementedError, match=REASON):
             out.sum().backward()
+
+
+LOADS = """\
+import sys
+import torch
+import hybridtensor.ops
+x, expected = torch.load(sys.argv[2])
+sys.exit(not torch.equal(torch._inductor.aoti_load_package(sys.argv[1])(x), expected))
+"""
+
+
+@long("AOTInductor compiles for 20 s")
+@pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning", "ignore:The given buffer:UserWarning")  # torch's own
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_another_process_loads_what_aotinductor_compiled(x, recipe, persistent, tmp_path):
+    net = convert(x, mlp, recipe, persistent).requires_grad_(False)
+    with torch.no_grad():
+        program = torch.export.export(net, (x,))
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "net.pt2"))
+        torch.save((x, net(x)), tmp_path / "expected")
+    assert subprocess.run([sys.executable, "-c", LOADS, package, str(tmp_path / "expected")]).returncode == 0
 
 
 @pytest.mark.parametrize("strict", [False, True])
