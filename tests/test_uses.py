@@ -180,8 +180,22 @@ class Experts(nn.Module):
 
 
 def test_experts_of_which_a_program_takes_one():
-    """A product with ``w[e]`` of a stack is one of its layer; what is computed of ``w[e]`` first is none."""
+    """A product with ``w[e]`` of a stack is one of its layer."""
     train(ht.quantize_(nn.Sequential(Experts(lambda w, x: F.linear(x, w[0]))), "fp8_rowwise"), steps=1)
-    model = ht.quantize_(nn.Sequential(Experts(lambda w, x: F.linear(x, w[0] * 1.0))), "fp8_rowwise")
-    with pytest.warns(UserWarning, match=r"layer 0\.weight: its weight was read as values \(aten\.mul"):
-        train(model, steps=1)
+
+
+COPIES = {
+    "aten.mul": lambda w, x: w[0] * 1.0,
+    "aten.embedding": lambda w, x: F.embedding(torch.zeros(1, dtype=torch.long), w.flatten(1)).view(64, 64),
+    "aten.gather": lambda w, x: torch.take_along_dim(w, torch.zeros(1, 64, 64, dtype=torch.long), 0)[0],
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("reader", COPIES)
+def test_experts_of_which_a_program_copies_one(reader, compiled):
+    torch._dynamo.reset()
+    copied = Experts(lambda w, x: F.linear(x, COPIES[reader](w, x)))
+    model = ht.quantize_(nn.Sequential(copied), "fp8_rowwise")
+    with pytest.warns(UserWarning, match=rf"layer 0\.weight: its weight was read as values \({reader}"):
+        train(model, steps=1, call=torch.compile(model, backend="aot_eager") if compiled else None)

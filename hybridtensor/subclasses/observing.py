@@ -47,7 +47,6 @@ unmultiplied: weakref.WeakKeyDictionary[LayerState, Read] = weakref.WeakKeyDicti
 
 NO_VALUES = ("_like.", "is_pinned", "is_same_size", "is_set_to")
 """Parts of the names of operators that look at shapes or memory only."""
-_NO_PRODUCTS = (*NO_VALUES, "embedding")
 
 
 def may_hold_values(dtype: torch.dtype, groups: Groups | None) -> bool:
@@ -115,6 +114,8 @@ def observe_read(weight: Any, reader: object, *, in_training: bool = False) -> N
             or isinstance(weight, nn.Parameter)
             or weight.record.section
         )
-        and not any(name in str(reader) for name in _NO_PRODUCTS)
+        and not any(name in str(reader) for name in NO_VALUES)
+        # Embeddings share matrices with layers of nn.Linear; rows of a flattened stack are copies of its experts
+        and not ("embedding" in str(reader) and state.transposed is None)
     ):
         unmultiplied.setdefault(state, Read(str(reader), in_graph))
