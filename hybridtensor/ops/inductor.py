@@ -91,6 +91,12 @@ def _register(name: str) -> None:
 
 def _lower(operator: Operator, *args: object, **kwargs: object) -> PyTree:
     made = DirectKernel.create(operator, *_by_position(operator, args, kwargs))
+    # A ``TorchVersion``, which compares numbers
+    if V.graph.aot_mode and isinstance(made, list) and torch.__version__ < "2.12":
+        raise NotImplementedError(
+            f"{operator}: AOTInductor of torch {torch.__version__} mistakes lists of tensors, and the process would "
+            "crash; use torch 2.12 or later, or torch.compile"
+        )
     # AOTInductor calls operators otherwise, by their schemas.
     if V.graph.cpp_wrapper and not V.graph.aot_mode and isinstance(made, list) and len(made) == 1:
         raise NotImplementedError(
