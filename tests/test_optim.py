@@ -627,22 +627,47 @@ def test_originals_of_weights_that_began_without_memory():
     assert torch.equal(MasterWeights(torch.optim.SGD, model.parameters()).masters()[model[0].weight], values)
 
 
+@pytest.mark.parametrize("way", ["copy_", "initializer", "plain state dict", "persistent state dict"])
+@pytest.mark.parametrize("gone", ["optimizer", "copy", "pickle"])
+def test_what_is_written_after_the_masters_are_gone_is_kept_whole(gone, way, device):
+    """The next optimizer begins with what was written, as if there had not been one before."""
+    models = [persistent("fp8").to(device), persistent("fp8").to(device)]
+    optimizer = MasterWeights(torch.optim.SGD, models[0].parameters(), lr=0.1)
+    if gone == "copy":
+        models[0] = copy.deepcopy(models[0])
+    elif gone == "pickle":
+        models[0] = pickle.loads(pickle.dumps(models[0]))
+    del optimizer
+    values, masters = torch.randn(32, 32, device=device), []
+    for model in models:
+        if way == "copy_":
+            model[0].weight.detach().copy_(values)
+        elif way == "initializer":
+            torch.manual_seed(0)
+            nn.init.normal_(model[0].weight)
+        elif way == "plain state dict":
+            model.load_state_dict({"0.weight": values})
+        else:
+            other = persistent("fp8").to(device)
+            other[0].weight.detach().copy_(values)
+            model.load_state_dict(other.state_dict())
+        masters += MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1).masters().values()
+    assert torch.equal(*masters)
+
+
 @pytest.mark.parametrize("written", [False, True])
 def test_masters_of_weights_that_were_cast(written):
-    """They go on from what they know, unless something else was written since."""
+    """They go on from what they know, or from what was written since."""
     model = persistent("mxfp8")
     optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
     exact = optimizer.masters()[model[0].weight].detach().clone()
     model.to(torch.bfloat16)
     if written:
-        model.load_state_dict({"0.weight": torch.randn(32, 32)})
+        model.load_state_dict({"0.weight": (exact := torch.randn(32, 32))})
     faces = model[0].weight.dequantize()
-    with (
-        pytest.warns(UserWarning, match="rounded to them") if written else contextlib.nullcontext()
-    ):  # casts hold faces alone
-        stand(model, optimizer)
+    stand(model, optimizer)
     assert torch.equal(model[0].weight.dequantize(), faces)
-    assert torch.equal(optimizer.masters()[model[0].weight], exact) != written
+    assert torch.equal(optimizer.masters()[model[0].weight], exact)
     with torch.no_grad():
         model[0].weight.fill_(2.0)
     assert torch.equal(optimizer.masters()[model[0].weight], torch.full((32, 32), 2.0))
@@ -903,8 +928,7 @@ def test_averages_that_are_swapped_in_and_out_leave_masters_as_they_were(between
     elif between == "load_state_dict":
         optimizer.load_state_dict(saved)
     elif between == "step":
-        with pytest.warns(UserWarning, match="took their place"):  # averages hold faces alone
-            stepped(net, optimizer)
+        stepped(net, optimizer)
     swap()
     assert all(map(torch.equal, optimizer.masters().values(), before))
     assert all(map(torch.equal, [weight.dequantize() for weight in net.parameters()], faces))

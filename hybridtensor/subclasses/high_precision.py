@@ -221,13 +221,13 @@ class HighPrecisionValues:
             self.loaded = False
             if not self._follows:
                 return
-        if self.current is None:
+        if known is not None:
+            self._take(known[0], view, follows=known[1])
+        elif self.current is None:
             self._take(None, view, follows=False)
-        elif known is None:
+        else:
             self._take(dequantize(), view, follows=False)
             self.rounded = self._master is not None
-        else:
-            self._take(known[0], view, follows=known[1])
 
     def mark_loaded(self) -> None:
         """Record that faces and master were loaded, in either order."""
@@ -236,6 +236,9 @@ class HighPrecisionValues:
 
     def _take(self, values: Tensor | None, view: View, *, follows: bool) -> None:
         """Write known ``values`` into ``view`` of the present ones."""
+        if self.current is None and values is not None and view is whole:
+            # A copy's, or those of an optimizer that is gone
+            self.original, self._owned = values.clone(), True
         current = self.current
         mine = None if current is None else view(current)
         if (
