@@ -67,17 +67,20 @@ def is_zero(rate: float | Tensor | None) -> bool:
 
 
 def warn_of_rounded(parameters: Iterable[Tensor]) -> None:
-    """Warn if faces alone were written into parameters since the last step: masters are rounded to them."""
+    """Warn if masters are rounded to faces that were written since the last step, or to those that they began with."""
     parts = [persistent_part(parameter) for parameter in parameters]
     rounded = [part for part in parts if part.high_precision.rounded]
     if rounded:
         warnings.warn(
             f"MasterWeights: faces alone, as copies of persistent weights hold, were written into those"
-            f"{of_layers(rounded)}, or took their place; their masters are rounded to them now. Keep copies of "
-            "optimizer.masters() instead, or load the optimizer's state after the model's",
+            f"{of_layers(rounded)}, took their place, or were left by an optimizer that is gone; their masters are "
+            "rounded to them now. Keep copies of optimizer.masters() instead, make the next optimizer while the former "
+            "one lives, or load the optimizer's state after the model's",
             UserWarning,
             stacklevel=level_of_caller(),
         )
+    for part in rounded:
+        part.high_precision.rounded = False  # it says so once, also of those that are not stepped
 
 
 def raising_everywhere(closure: Callable[[], T], parameters: Iterable[Tensor]) -> Callable[[], T]:

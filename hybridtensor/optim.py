@@ -108,8 +108,10 @@ class MasterWeights(torch.optim.Optimizer):
     def _set_masters(self, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
         """Let new masters hold the values of parameters, which free their originals: once the optimizer is made."""
         for parameter, master in pairs:
-            known = persistent_part(parameter).high_precision
+            part = persistent_part(parameter)
+            known, lost = part.high_precision, part.high_precision.lost
             set_master(parameter, master, follows=known.follows)
+            part.high_precision.rounded = lost
 
     @property
     def state(self) -> defaultdict[Tensor, StateDict]:

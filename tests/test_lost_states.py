@@ -133,6 +133,7 @@ def test_it_raises_where_a_module_comes_later():
         train(model, 3)
 
 
+@pytest.mark.filterwarnings("ignore:MasterWeights. faces alone")  # each ``train`` makes an optimizer
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize(("recipe", "persistent"), [("fp8_delayed", False), ("fp8_delayed", True), ("nvfp4", False)])
 def test_a_copied_model_that_nothing_advances_raises(recipe, persistent, copied):

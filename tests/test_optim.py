@@ -638,6 +638,7 @@ def test_what_is_written_after_the_masters_are_gone_is_kept_whole(gone, way, dev
     elif gone == "pickle":
         models[0] = pickle.loads(pickle.dumps(models[0]))
     del optimizer
+    gc.collect()
     values, masters = torch.randn(32, 32, device=device), []
     for model in models:
         if way == "copy_":
@@ -653,6 +654,31 @@ def test_what_is_written_after_the_masters_are_gone_is_kept_whole(gone, way, dev
             model.load_state_dict(other.state_dict())
         masters += MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1).masters().values()
     assert torch.equal(*masters)
+
+
+@pytest.mark.parametrize("gone", ["optimizer", "copied"])
+@pytest.mark.parametrize("then", ["step", "write", "load", "in time"])
+def test_masters_that_begin_with_faces_for_want_of_their_values_warn(gone, then, device):
+    """Values that were there before are rounded, unless others take their place."""
+    model = persistent("fp8").to(device)
+    former = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+    stand(model, former)
+    state, masters = former.state_dict(), [master.detach().clone() for master in former.masters().values()]
+    if then == "in time":
+        optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+    else:
+        model = copy.deepcopy(model) if gone == "copied" else model
+        del former
+        gc.collect()
+        if then == "write":
+            model[0].weight.detach().copy_(torch.randn(32, 32, device=device))
+        optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+        if then == "load":
+            optimizer.load_state_dict(state)
+    with pytest.warns(UserWarning, match="layer 0, .*rounded") if then == "step" else contextlib.nullcontext():
+        stand(model, optimizer)
+    stand(model, optimizer)  # says it once
+    assert same(list(optimizer.masters().values()), masters) == (then in ("load", "in time"))
 
 
 @pytest.mark.parametrize("written", [False, True])

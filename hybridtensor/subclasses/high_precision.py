@@ -51,7 +51,8 @@ class HighPrecisionValues:
     Attributes:
         original: The same, until an optimizer takes it; or None.
         loaded: Whether the master was loaded and not stepped since: faces that are loaded too are those it gave.
-        rounded: Whether faces alone, as copies of the weight hold, were written into the master since its last step.
+        rounded: Whether faces alone, as copies of the weight hold, were written into the master since its last step, or
+            are what it began with although there had been values.
     """
 
     # This object learns of every write. Version counters, compared at the next step, would say that there was a
@@ -96,6 +97,11 @@ class HighPrecisionValues:
     def no_optimizer_saves(self) -> bool:
         """Whether a write, or a copy of the weight, gave it values of its own that no optimizer has."""
         return self._owned and self.original is not None
+
+    @property
+    def lost(self) -> bool:
+        """Whether there were values, of an optimizer that is gone or of what this was copied from."""
+        return self.current is None and (self._master or self._former) is not None
 
     # -- others like it
 
@@ -238,7 +244,8 @@ class HighPrecisionValues:
         """Write known ``values`` into ``view`` of the present ones."""
         if self.current is None and values is not None and view is whole:
             # A copy's, or those of an optimizer that is gone
-            self.original, self._owned = values.clone(), True
+            values = self.original = values.clone()
+            self._owned = True
         current = self.current
         mine = None if current is None else view(current)
         if (
@@ -256,6 +263,8 @@ class HighPrecisionValues:
         master = self.master
         if master is not None:
             increment_version(master)  # below the weight's dispatch autograd does not see writes
+        elif view is whole:
+            self._master = None
         self._former = None
         self._follows = follows and mine is not None and (view is whole or self._follows)
 

@@ -124,7 +124,8 @@ class TestDistributedCheckpoint:
         assert bits(*runs[1]) == bits(*runs[0])
 
     def test_get_and_set_state_dict_without_state(self, alone):
-        models = [make("fp8", persistent=True, seed=seed)[0] for seed in (0, 1)]
+        made = [make("fp8", persistent=True, seed=seed) for seed in (0, 1)]  # with optimizers, which have the values
+        models = [model for model, _ in made]
         optimizers = [ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1) for model in models]
         state = copy.deepcopy(get_optimizer_state_dict(models[0], optimizers[0]))
         set_optimizer_state_dict(models[1], optimizers[1], state)
