@@ -10,10 +10,9 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +21,14 @@ from torch.utils.hooks import RemovableHandle
 
 from hybridtensor.arguments import require_flag, require_int, require_items, require_kind
 from hybridtensor.dtensor import local
+from hybridtensor.ops.library import outside_graphs, saved_tensors_hooks
 from hybridtensor.subclasses import MasterWeight
 from hybridtensor.subclasses.structure import flatten
 
 __all__ = ["Traffic", "offload_activations"]
 
-F = TypeVar("F", bound=Callable[..., object])
-
-
-def _not_traced(function: F) -> F:
-    """Disable Dynamo for a hook that inspects memory between compiled graphs."""
-    reason = "offload_activations works between compiled graphs"
-    made: F = torch.compiler.disable(function, reason=reason)
-    return made
+# Hooks inspect memory there
+_not_traced = outside_graphs("offload_activations works between compiled graphs")
 
 
 @dataclass
@@ -202,7 +196,7 @@ class _Offload:
         self.traffic, self.min_bytes, self.pin_memory = Traffic(), min_bytes, pin_memory
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.lock = threading.RLock()  # autograd has a thread per device
-        self.outside = _innermost()
+        self.outside = saved_tensors_hooks(False)
         self.open: list[tuple[_Group, torch.autograd.graph.saved_tensors_hooks] | None] = []
         self.last: _Group | None = None
         self.fetched: list[_Group] = []  # what backward is at, and what is fetched ahead
@@ -212,7 +206,7 @@ class _Offload:
 
     @_not_traced
     def enter(self, block: nn.Module, args: object) -> None:
-        if _innermost() != self.outside:
+        if saved_tensors_hooks(False) != self.outside:
             # A checkpoint around the block counts what it saves, and again when it runs the block in backward,
             # where these hooks may be gone
             self.open.append(None)
@@ -366,13 +360,6 @@ def _checked(blocks: Iterable[nn.Module], keep_last: int, min_bytes: int) -> lis
 
 
 _offloaded: list[list[nn.Module]] = []  # the blocks of each open context
-
-
-def _innermost() -> tuple[Callable[..., object], Callable[..., object]] | None:
-    """Return the innermost hooks on saved tensors, by a private function of torch."""
-    found: tuple[Callable[..., object], Callable[..., object]] | None
-    found = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return found
 
 
 def _is_inside(blocks: list[nn.Module], others: list[nn.Module]) -> bool:

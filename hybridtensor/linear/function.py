@@ -43,6 +43,7 @@ from hybridtensor.ops import Groups
 from hybridtensor.ops.amaxes import ReturnedAmaxes
 from hybridtensor.ops.autograd import Ctx, Function
 from hybridtensor.ops.library import (
+    backward_that_runs,
     is_batched,
     is_exporting,
     is_traced,
@@ -184,7 +185,7 @@ def quantized_linear(
 def _require_no_gradient(weight: Weight) -> None:
     """Raise NotImplementedError for ``grad @ weight`` in the backward of another autograd function, which computes
     ``grad_weight`` unquantized."""
-    if is_traced() or torch._C._current_graph_task_id() == -1:  # no backward runs
+    if is_traced() or backward_that_runs() == -1:  # no backward runs
         return
     if uses_other_layout(weight):
         raise NotImplementedError(

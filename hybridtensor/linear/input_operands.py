@@ -23,7 +23,7 @@ from hybridtensor.linear.operands import QUANTIZED, Needs, Operand, Weight, as_m
 from hybridtensor.linear.sharing import Reading, reading
 from hybridtensor.ops import Face, after
 from hybridtensor.ops.amaxes import AmaxRecord, ReturnedAmaxes
-from hybridtensor.ops.library import is_traced
+from hybridtensor.ops.library import is_traced, saved_tensors_hooks
 from hybridtensor.ops.order import can_recompute, is_in_region, prefer_recompute
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from hybridtensor.quantizers.base import one_face
@@ -224,7 +224,7 @@ def _backward_has(input: Tensor, x: Tensor, config: HybridConfig, context: Conte
         return False
     if traced:
         return not is_in_region(x) if of_attention else _keeps_inputs(node) and can_recompute(x)
-    return not _saved_tensors_hooks(False)
+    return not saved_tensors_hooks(False)
 
 
 @functools.lru_cache(maxsize=256)
@@ -269,8 +269,6 @@ _PASSED_IN_GRAPHS = _VIEWS | _PRODUCTS | _nodes("ToCopy", "Clone")
 _KEEP_INPUTS = _nodes(
     *("Silu", "Gelu", "Glu", "Mish", "Hardswish", "Pow"), *("NativeLayerNorm", "FusedRmsNorm")
 )
-# Those that are open, or None
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def _quantized_operand(

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from hybridtensor.arguments import require_flag, require_module, wrong
 from hybridtensor.ops.amaxes import forget_gathers
-from hybridtensor.ops.library import is_captured, outside_graphs
+from hybridtensor.ops.library import backward_that_runs, is_captured, outside_graphs
 from hybridtensor.ranks import patience, require_alike
 from hybridtensor.state.contract import (
     ADVICE,
@@ -37,7 +37,7 @@ from hybridtensor.state.step_amaxes import (
     settle_alone,
     share_amaxes,
 )
-from hybridtensor.state.training import Group, backward_that_runs, layer_states, training_of
+from hybridtensor.state.training import Group, layer_states, training_of
 from hybridtensor.state.update import update_scales
 
 # Dynamo would trace counts of steps as constants, and compile again in each step.

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from hybridtensor.ops.library import is_traced
+from hybridtensor.ops.library import backward_that_runs, is_traced
 from hybridtensor.state.layer import LayerState
 from hybridtensor.state.lost import LostStates
 
@@ -85,8 +85,6 @@ _trainings: weakref.WeakKeyDictionary[nn.Module, Training] = weakref.WeakKeyDict
 _hooks: list[RemovableHandle] = []
 _backwards: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """The last backward within which each optimizer stepped."""
-backward_that_runs: Callable[[], int] = torch._C._current_graph_task_id  # private
-"""The number of the backward that the caller runs in, or -1 outside of any."""
 
 
 def training_of(model: nn.Module) -> Training:

@@ -17,7 +17,6 @@ one microbatch, 2 evaluations   ``R R``                      ``R R``      ``R``
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from hybridtensor.ops import Face
 from hybridtensor.ops.amaxes import ReturnedAmaxes
+from hybridtensor.ops.library import backward_that_runs
 from hybridtensor.quantizers.plans import Amaxes
 
 Place = tuple[torch.Size, tuple[int, ...], int | torch.SymInt]
@@ -134,7 +134,7 @@ class FaceCache:
             if not forward.trained:
                 self._evaluations += 1
                 self._evaluated += 1
-            elif _task() == -1:  # inside of a backward it recomputes
+            elif backward_that_runs() == -1:  # inside of a backward it recomputes
                 self._forwards += 1
                 self._evaluations = 0
         return self._views.get((place, stream), _NOTHING)
@@ -186,7 +186,7 @@ class FaceCache:
             step = self._forwards > 1 or self._last_forwards > 1
             # A forward inside of a backward recomputes, and the backward behind it asks next: one cast makes both
             # faces.
-            return step or _task() != -1, step
+            return step or backward_that_runs() != -1, step
         return policy == "always", policy == "always"
 
     def end_forward(self, policy: str, forward: ForwardUse) -> None:
@@ -254,8 +254,3 @@ def stream_of(plain: Tensor) -> int:
 def place_of(plain: Tensor) -> Place:
     """Return a key that distinguishes views of one memory."""
     return plain.shape, plain.stride(), plain.storage_offset()
-
-
-# The task of the autograd engine that runs now, -1 for none, in which a forward recomputes: private, and what FSDP2
-# asks, too.
-_task: Callable[[], int] = torch._C._current_graph_task_id

@@ -11,6 +11,7 @@ from torch.autograd import Variable
 
 from hybridtensor.formats import Format
 from hybridtensor.ops import Face
+from hybridtensor.ops.library import backward_that_runs
 from hybridtensor.subclasses.identity_tensor import IdentityTensor
 from hybridtensor.subclasses.op_table import Args, Func, Kwargs, OpTable
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
@@ -34,7 +35,7 @@ class SharedFace:
             face, self.parts, self.waiting = make(), None, self.readers
             self.face = face
             # A layer whose gradients nobody asked for never takes the face: the end of backward releases it then.
-            if self.readers > 1 and _in_backward() != -1:
+            if self.readers > 1 and backward_that_runs() != -1:
                 _call_after_backward(self._clear)
         self.waiting -= 1
         if self.waiting <= 0:
@@ -113,8 +114,7 @@ def _alias(func: Func, args: Args, kwargs: Kwargs) -> ShardedFace:
     return made
 
 
-# Private in torch: which backward runs in this thread, and what FSDP2 and DDP end theirs by
-_in_backward: Callable[[], int] = torch._C._current_graph_task_id
+# Private in torch: what FSDP2 and DDP end their backward by
 _call_after_backward: Callable[[Callable[[], None]], None] = (
     Variable._execution_engine.queue_callback
 )

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtensor.dtensor import local
 from hybridtensor.ops.autograd import version_of
+from hybridtensor.ops.library import backward_that_runs, saved_tensors_hooks
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPStateContext
@@ -183,7 +184,7 @@ class ShardedParam(NamedTuple):
         # FSDP2 says nowhere publicly what a gather is for: ``_training_state`` is set around its
         # hooks, and autograd's task id is -1 outside of a backward. Another meaning in a later
         # torch would leave a layer without its face, which ``Shard.require`` raises for.
-        state, in_backward = self.group._training_state, torch._C._current_graph_task_id() != -1
+        state, in_backward = self.group._training_state, backward_that_runs() != -1
         if state == TrainingState.FORWARD and self.group._reshard_after_forward and not in_backward:
             return True, self._may_stay_until_backward
         if state == TrainingState.PRE_BACKWARD and self.group.reshard_after_backward:
@@ -206,7 +207,7 @@ class ShardedParam(NamedTuple):
 
     @property
     def before_backward(self) -> bool:
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = backward_that_runs() != -1
         return in_backward or self.group._training_state == TrainingState.PRE_BACKWARD
 
     @property
@@ -304,7 +305,7 @@ def all_params() -> Iterator[ShardedParam]:
 
 def hooks_read() -> bool:
     """Return whether saved-tensor hooks are open that may read what a graph saves now, such as ``save_on_cpu``."""
-    hooks = _saved_tensors_hooks(False)
+    hooks = saved_tensors_hooks(False)
     # While a graph is traced nothing is saved.
     if hooks is None or TracingContext.try_get() is not None:
         return False
@@ -313,5 +314,3 @@ def hooks_read() -> bool:
 
 
 _READ_NO_WEIGHTS = ("torch.utils.checkpoint", "hybridtensor.offload")
-# torch's private function: the hooks that are open, or None
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
