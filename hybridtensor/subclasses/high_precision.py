@@ -50,6 +50,7 @@ class HighPrecisionValues:
 
     Attributes:
         original: The same, until an optimizer takes it; or None.
+        follows: Whether the faces are those that quantizing the values gives.
         loaded: Whether the master was loaded and not stepped since: faces that are loaded too are those it gave.
         rounded: Whether faces alone, as copies of the weight hold, were written into the master since its last step, or
             are what it began with although there had been values.
@@ -59,10 +60,10 @@ class HighPrecisionValues:
     # write, not what was written.
     __slots__ = (
         "__weakref__",
-        "_follows",
         "_former",
         "_master",
         "_owned",
+        "follows",
         "loaded",
         "original",
         "rounded",
@@ -71,7 +72,7 @@ class HighPrecisionValues:
     def __init__(
         self, original: Tensor | None = None, follows: bool = False, owned: bool = False
     ) -> None:
-        self.original, self._follows, self._owned = original, follows, owned
+        self.original, self.follows, self._owned = original, follows, owned
         self.loaded = self.rounded = False
         self._master: weakref.ref[Tensor] | None = None
         # The master of what this was copied from, and its version then, until a write
@@ -87,11 +88,6 @@ class HighPrecisionValues:
         """The optimizer's master, or else the original, or None."""
         master = self.master
         return self.original if master is None else master.detach()
-
-    @property
-    def follows(self) -> bool:
-        """Whether the faces are those that quantizing the values gives."""
-        return self._follows
 
     @property
     def no_optimizer_saves(self) -> bool:
@@ -123,12 +119,12 @@ class HighPrecisionValues:
                 and made.original is not None
                 and made.original.dtype == original.dtype
             )
-            made._follows = self._follows and kept_dtype
+            made.follows = self.follows and kept_dtype
         return made
 
     def moved(self) -> HighPrecisionValues:
         """Return the values for a weight with new faces; aliases of the old faces have none."""
-        made = HighPrecisionValues(self.original, self._follows)
+        made = HighPrecisionValues(self.original, self.follows)
         made._owned, made._master, made._former, made.loaded, made.rounded = (
             self._owned,
             self._master,
@@ -137,7 +133,7 @@ class HighPrecisionValues:
             self.rounded,
         )
         self.original = self._master = self._former = None
-        self._follows = False
+        self.follows = False
         made.register()
         return made
 
@@ -165,7 +161,7 @@ class HighPrecisionValues:
 
     def __reduce__(self) -> tuple[type[HighPrecisionValues], tuple[Tensor | None, bool, bool]]:
         # Without the master: the optimizer that owns it is pickled by itself, and gives it again.
-        follows = self._follows and self.original is not None
+        follows = self.follows and self.original is not None
         return HighPrecisionValues, (self.original, follows, self._owned)
 
     # -- optimizers
@@ -174,7 +170,7 @@ class HighPrecisionValues:
         """Let ``master`` hold the values while its optimizer lives, and release the original."""
         self.release_original()
         self._master, self._former = weakref.ref(master), None
-        self._follows, self.loaded, self.rounded = follows, loaded, False
+        self.follows, self.loaded, self.rounded = follows, loaded, False
         self.register()
 
     def register(self) -> None:
@@ -191,7 +187,7 @@ class HighPrecisionValues:
 
     def release_original(self) -> None:
         """Release the original, because the faces were made from better values elsewhere."""
-        self.original, self._follows, self.loaded = None, False, False
+        self.original, self.follows, self.loaded = None, False, False
 
     def is_of(self, master: Tensor) -> bool:
         """Return whether ``master`` holds the values."""
@@ -225,7 +221,7 @@ class HighPrecisionValues:
             if unchanged:
                 return
             self.loaded = False
-            if not self._follows:
+            if not self.follows:
                 return
         if known is not None:
             self._take(known[0], view, follows=known[1])
@@ -238,7 +234,7 @@ class HighPrecisionValues:
     def mark_loaded(self) -> None:
         """Record that faces and master were loaded, in either order."""
         self.loaded = False
-        self._follows = False
+        self.follows = False
 
     def _take(self, values: Tensor | None, view: View, *, follows: bool) -> None:
         """Write known ``values`` into ``view`` of the present ones."""
@@ -266,7 +262,7 @@ class HighPrecisionValues:
         elif view is whole:
             self._master = None
         self._former = None
-        self._follows = follows and mine is not None and (view is whole or self._follows)
+        self.follows = follows and mine is not None and (view is whole or self.follows)
 
     def _make_own(self, dtype: torch.dtype) -> None:
         """Copy an original that is aliased or not in ``dtype``; a master is unchanged."""
