@@ -30,7 +30,7 @@ from hybridtensor.arguments import (
     require_path,
     require_timeout,
 )
-from hybridtensor.distributed.checkpoint.plain import named_buffers, named_parameters
+from hybridtensor.distributed.checkpoint.plain import named_tensors
 from hybridtensor.dtensor import local, with_local
 from hybridtensor.formats import get_format
 from hybridtensor.inference.stored import require_scales
@@ -170,7 +170,7 @@ def _digest(weights: Description, tensors: Mapping[str, Tensor], metadata: dict[
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
     """Yield name and tensor of all that is exported, and the first name of the same tensor."""
     first: dict[int, str] = {}
-    for name, value in (*named_parameters(model), *named_buffers(model)):
+    for name, value in named_tensors(model):
         if weight_of_state(name) is None:
             require_memory("export_safetensors", name, value)
             yield name, value, first.setdefault(id(value), name)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from hybridtensor.arguments import require_shape
-from hybridtensor.distributed.checkpoint.plain import named_buffers, named_parameters
+from hybridtensor.distributed.checkpoint.plain import named_tensors
 from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.distributed.fsdp.planning import plan_of
 from hybridtensor.distributed.fsdp.shard import Shard, shard_of
@@ -261,7 +261,7 @@ def _candidates(quantized: list[Exported]) -> list[Layout]:
 def named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield name and value of each parameter and buffer that is exported, tied ones once."""
     seen: set[int] = set()
-    for name, value in (*named_parameters(model), *named_buffers(model)):
+    for name, value in named_tensors(model):
         value = _held(value)
         if weight_of_state(name) is None and id(value) not in seen:
             seen.add(id(value))

@@ -14,8 +14,8 @@ from hybridtensor.distributed.checkpoint.optimizers import NamedOptimizer
 from hybridtensor.distributed.checkpoint.plain import (
     StateDict,
     common_to_parts,
-    named_buffers,
     named_parameters,
+    named_tensors,
 )
 from hybridtensor.distributed.checkpoint.planners import Opaque
 from hybridtensor.dtensor import local
@@ -67,7 +67,7 @@ class Entries:
         self.kinds = {name: _kind(value) for name, value in state.items()}
         self.modules = {name: state[name] for name, kind in self.kinds.items() if kind == "module"}
         for entry, module in self.modules.items():
-            for name, tensor in (*named_parameters(module), *named_buffers(module)):
+            for name, tensor in named_tensors(module):
                 require_shape("checkpoint", f"{entry}.{name}", tensor)
         self.values = {name: get_model_state_dict(module) for name, module in self.modules.items()}
         self.parameters = {

@@ -37,33 +37,35 @@ FaceTensors: TypeAlias = "Mapping[str, Tensor | FaceTensors]"
 """The plain tensors of a face, or of several, by name."""
 
 
-def named_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield all parameters under the names of the unwrapped model, tied ones under each name."""
     # The private tables, here and below: the public iterators leave tied names out
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield f"{prefix}{name}", parameter
-    for own, child in _children(module, prefix):
-        yield from named_parameters(child, own)
+    for prefix, module in _modules(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}{name}", parameter
 
 
-def named_buffers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield all buffers of the state dict under the names of the unwrapped model."""
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield f"{prefix}{name}", buffer
-    for own, child in _children(module, prefix):
-        yield from named_buffers(child, own)
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return all parameters, as ``named_parameters`` yields them, and then the buffers of the state dict."""
+    buffers = (
+        (f"{prefix}{name}", buffer)
+        for prefix, module in _modules(model)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    )
+    return [*named_parameters(model), *buffers]
 
 
-def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield child modules with the prefix of their names, skipping wrappers."""
+def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module and those in it, each with what the names of its tensors begin with, which leaves out wrappers."""
+    yield prefix, module
     for name, child in module._modules.items():
         hidden = name in WRAPPERS or (
             isinstance(module, DistributedDataParallel) and name == "module"
         )
         if child is not None:
-            yield prefix if hidden else f"{prefix}{name}.", child
+            yield from _modules(child, prefix if hidden else f"{prefix}{name}.")
 
 
 def plain(state: object) -> Any:
