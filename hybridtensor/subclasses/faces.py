@@ -57,8 +57,7 @@ def turned(face: FaceTensor) -> FaceTensor:
 
 def _turned(face: QuantizedTensor) -> QuantizedTensor:
     *stack, rows, columns = face.shape
-    axis = 0 if face.axis == -1 else -1
-    return QuantizedTensor(face.face, axis, face.nominal_dtype, (*stack, columns, rows))
+    return QuantizedTensor(face.face, -1 - face.axis, face.nominal_dtype, (*stack, columns, rows))
 
 
 def face_tensor(

@@ -291,6 +291,12 @@ def values_for(dst: Tensor, src: WrapperTensor) -> Tensor:
     return src.dequantize(dst.dtype if is_possible else None)
 
 
+def copy_inner_(dst: WrapperTensor, src: WrapperTensor, *, non_blocking: bool) -> None:
+    """Copy each inner tensor that ``dst`` has from the one of ``src``."""
+    for name in dst.parts()[0]:
+        getattr(dst, name).copy_(getattr(src, name), non_blocking=non_blocking)
+
+
 def outline(x: Tensor) -> Tensor:
     """Return a tensor without memory that lies as ``x``: torch works out how its views and copies lie."""
     return torch.empty_strided(x.shape, x.stride(), device="meta")

@@ -19,6 +19,7 @@ from hybridtensor.subclasses.operators.common import (
     PRODUCTS,
     assignable,
     bound,
+    copy_inner_,
     refuse_products,
     register_common,
     values_for,
@@ -157,9 +158,7 @@ def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         require_outside_graphs(dst, "copy_")
         # A model may be loaded after its optimizer: faces that its masters gave already stay what these give.
         unchanged = dst.high_precision.loaded and bool(_equal(aten.equal.default, (dst, src), {}))
-        for name in dst.inner_names:
-            if getattr(dst, name) is not None:
-                getattr(dst, name).copy_(getattr(src, name), non_blocking=non_blocking)
+        copy_inner_(dst, src, non_blocking=non_blocking)
         mark_overwritten(dst)
         values = src.known_values
         known = None if values is None else (values, src.high_precision.follows)

@@ -15,6 +15,7 @@ from hybridtensor.subclasses.op_table import Args, Func, Kwargs
 from hybridtensor.subclasses.operators.common import (
     alias,
     bound,
+    copy_inner_,
     outline,
     register_common,
     to_copy_options,
@@ -106,22 +107,13 @@ register_matmul(table)
 @table.register(aten.t.default)
 def _t(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     x: QuantizedTensor = args[0]
-    if x.is_stack:
-        (count, *matrix), (between, *strides) = x.shape, x.stride()
-        return x.map_inner(
-            lambda t: t,
-            size=(count, *reversed(matrix)),
-            stride=(between, *reversed(strides)),
-            axis=0 if x.axis == -1 else -1,
-        )
-    if x.dim() != 2 or x.matrix_shape != tuple(x.shape):
+    if not x.is_stack and (x.dim() != 2 or x.matrix_shape != tuple(x.shape)):
         raise NotImplementedError(
             f"t: only a matrix can be transposed, got {x!r} of a {x.matrix_shape} matrix; dequantize first"
         )
-    axis = 0 if x.axis == -1 else -1
-    return x.map_inner(
-        lambda t: t, size=tuple(reversed(x.shape)), stride=tuple(reversed(x.stride())), axis=axis
-    )
+    # The last two dimensions are exchanged, and with them the directions
+    size, stride = ((*of[:-2], of[-1], of[-2]) for of in (x.shape, x.stride()))
+    return x.map_inner(lambda t: t, size=size, stride=stride, axis=-1 - x.axis)
 
 
 @table.register(aten.view.default, aten._unsafe_view.default)
@@ -238,16 +230,9 @@ def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
             f"copy_: a face does not know how it was quantized, got a {type(src).__name__} for {dst!r}; "
             "use quantizer.update_(tensor, values)"
         )
-    copy_face_(dst, src, non_blocking=non_blocking)
-    return dst
-
-
-def copy_face_(dst: QuantizedTensor, src: QuantizedTensor, *, non_blocking: bool = False) -> None:
-    """Overwrite ``dst`` with ``src``; raise ValueError as ``check_copy``."""
     check_copy(dst, src)
-    for name in dst.inner_names:
-        if getattr(dst, name) is not None:
-            getattr(dst, name).copy_(getattr(src, name), non_blocking=non_blocking)
+    copy_inner_(dst, src, non_blocking=non_blocking)
+    return dst
 
 
 def check_copy(dst: QuantizedTensor, src: QuantizedTensor) -> None:
