@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING
 
 from hybridtensor.costs import TABLES, CostTable
-from hybridtensor.explanation.folding import fold
+from hybridtensor.explanation.folding import fold, in_short
 from hybridtensor.explanation.rows import GemmRow, LayerRow, Rows
 from hybridtensor.explanation.totals import (
     predicted,
@@ -38,9 +38,7 @@ def tables(found: Rows) -> Group:
     headers = ("module", "tensor", "before forward", "in backward", "why")
     parts += _rows("Gathered by sequence parallelism", headers, found.sequence, modules)
     if found.shared:
-        folded = ", ".join(
-            shared.called for shared in fold(((name, "") for name in found.shared), names)
-        )
+        folded = in_short(found.shared, names)
         parts.append(
             f"Quantized anew at each use, as someone else holds memory of the weight: {folded}"
         )
