@@ -61,22 +61,12 @@ def dequantize_reference(
     qdata: Tensor,
     scale: Tensor,
     tensor_scale: Tensor | None,
-    format: str,
+    format: str | Format,
     dtype: torch.dtype,
     whole: bool = True,
 ) -> Tensor:
-    """Define ``dequantize``; without ``whole``, ``multipliable_values``."""
-    return _define(qdata, scale, tensor_scale, get_format(format), dtype, whole)
-
-
-def _define(
-    qdata: Tensor,
-    scale: Tensor,
-    tensor_scale: Tensor | None,
-    fmt: Format,
-    dtype: torch.dtype,
-    whole: bool,
-) -> Tensor:
+    """Define ``dequantize``; without ``whole``, ``multipliable_values``. Operators name the format."""
+    fmt = get_format(format) if isinstance(format, str) else format
     if whole and dtype == torch.float64:
         return _exact(qdata, scale, tensor_scale, fmt)
     values = element_values(qdata, fmt)
@@ -130,25 +120,15 @@ def dequantize_cuda(
     qdata: Tensor,
     scale: Tensor,
     tensor_scale: Tensor | None,
-    format: str,
+    format: str | Format,
     dtype: torch.dtype,
     whole: bool = True,
 ) -> Tensor:
     """Implement ``dequantize`` by a kernel."""
-    return _by_kernel(qdata, scale, tensor_scale, get_format(format), dtype, whole)
-
-
-def _by_kernel(
-    qdata: Tensor,
-    scale: Tensor,
-    tensor_scale: Tensor | None,
-    fmt: Format,
-    dtype: torch.dtype,
-    whole: bool,
-) -> Tensor:
+    fmt = get_format(format) if isinstance(format, str) else format
     by_definition = qdata.numel() == 0 or dtype == torch.float64 or not fmt.has_kernels
     if by_definition or not qdata.is_contiguous() or qdata.data_ptr() % 16:
-        return _define(qdata, scale, tensor_scale, fmt, dtype, whole)
+        return dequantize_reference(qdata, scale, tensor_scale, fmt, dtype, whole)
     other, along = qdata.shape[0], qdata.shape[1] * fmt.elements_per_byte
     out = torch.empty(other, along, dtype=dtype, device=qdata.device)
     num_scales = (
@@ -198,9 +178,9 @@ def multipliable_values(face: Face, dtype: torch.dtype) -> Tensor:
     if scale is None or fmt.values_of is not None:
         return face.qdata.to(dtype)
     if face.qdata.is_cuda:
-        return _by_kernel(face.qdata, scale, None, fmt, dtype, False)
+        return dequantize_cuda(face.qdata, scale, None, fmt, dtype, False)
     if fmt.scale_fits or fmt.elements_per_byte > 1:
-        return _define(face.qdata, scale, None, fmt, dtype, False)
+        return dequantize_reference(face.qdata, scale, None, fmt, dtype, False)
     return face.qdata.to(dtype)  # what the definition comes to
 
 
@@ -208,8 +188,8 @@ def face_values(face: Face, dtype: torch.dtype) -> Tensor:
     """Dequantize a face, also of formats without a name; only inside operators, where no mode watches."""
     if face.scale is None:
         return face.qdata.to(dtype)
-    run = _by_kernel if face.qdata.is_cuda else _define
-    return run(face.qdata, face.scale, face.tensor_scale, face.format, dtype, True)
+    run = dequantize_cuda if face.qdata.is_cuda else dequantize_reference
+    return run(face.qdata, face.scale, face.tensor_scale, face.format, dtype)
 
 
 def dequantize(
