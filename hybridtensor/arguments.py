@@ -195,6 +195,16 @@ def place(who: str, device: object) -> torch.device:
         ) from None
 
 
+def require_loss(who: str, value: object, advice: str) -> Tensor:
+    """Return a loss; raise TypeError unless it is a tensor of one real number."""
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+        raise TypeError(
+            f"{who}: a loss of one real number is required, got {shown(value)}{shape}; {advice}"
+        )
+    return value
+
+
 def require_dtype(who: str, dtype: object) -> None:
     """Raise TypeError unless ``dtype`` is a floating-point dtype of at least two bytes."""
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hybridtensor import formats
-from hybridtensor.arguments import require_flag, require_module, shown, wrong
+from hybridtensor.arguments import require_flag, require_loss, require_module, wrong
 from hybridtensor.dtensor import local
 from hybridtensor.explanation.checked import Check, ProductRow, ReadRow
 from hybridtensor.formats import Format
@@ -189,13 +189,7 @@ def _observed(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 def _loss(out: object, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
     """Return the scalar to differentiate, or None if nothing can be."""
     if loss is not None:
-        value = loss(out)
-        if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
-            shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-            raise TypeError(
-                f"check: a loss of one real number is required, got {shown(value)}{shape}; return one, such as a mean"
-            )
-        return value
+        return require_loss("check", loss(out), "return one, such as a mean")
     own = getattr(out, "loss", None)
     if isinstance(own, Tensor):
         return own

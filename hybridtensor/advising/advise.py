@@ -16,10 +16,10 @@ from hybridtensor.advising.measuring import Batch, Product, measure
 from hybridtensor.arguments import (
     require_function,
     require_items,
+    require_loss,
     require_module,
     require_number,
     require_text,
-    shown,
     wrong,
 )
 from hybridtensor.costs import CostTable
@@ -242,14 +242,7 @@ def _checked(loss: Callable[[nn.Module, Batch], object]) -> Callable[[nn.Module,
     """Return a function that returns a loss, which is one number."""
 
     def run(model: nn.Module, batch: Batch) -> Tensor:
-        value = loss(model, batch)
-        if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
-            shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-            raise TypeError(
-                f"advise: a loss of one real number is required, got {shown(value)}{shape}; pass loss, which returns "
-                "one"
-            )
-        return value
+        return require_loss("advise", loss(model, batch), "pass loss, which returns one")
 
     return run
 
