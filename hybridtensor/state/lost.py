@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from hybridtensor.dtensor import local
 from hybridtensor.state.layer import LayerState
@@ -50,10 +50,15 @@ class LostStates:
     ) -> dict[LayerState, tuple[str, int, int]]:
         found = {}
         for name, parameter in model.named_parameters():
-            part = local(parameter)
-            state = getattr(getattr(part, "record", None), "layer", None)
-            if getattr(part, "is_of_no_layer", False):
-                continue  # an adapter's
-            if isinstance(state, LayerState) and not state.is_empty and state not in known:
+            state = state_of(parameter)
+            if state is not None and not state.is_empty and state not in known:
                 found[state] = self._waiting.get(state, (name, state.steps, 0))
         return found
+
+
+def state_of(parameter: Tensor) -> LayerState | None:
+    """Return the state of the layer whose weight a parameter is; None of any other, such as an adapter's."""
+    part = local(parameter)
+    state = getattr(getattr(part, "record", None), "layer", None)
+    is_of_layer = isinstance(state, LayerState) and not getattr(part, "is_of_no_layer", False)
+    return state if is_of_layer else None

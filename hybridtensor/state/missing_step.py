@@ -7,9 +7,9 @@ import weakref
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from hybridtensor.dtensor import local
 from hybridtensor.state.contract import require_contract_once
 from hybridtensor.state.layer import LayerState
+from hybridtensor.state.lost import state_of
 from hybridtensor.state.training import callbacks_of_optimizers, layer_states, training_of
 
 _FORGIVEN_STEPS = 2  # loading, trying out, sharpness-aware steps
@@ -95,10 +95,8 @@ class _MissingStepOfCopies:
 
 def _unknown(optimizer: Optimizer, models: list[nn.Module]) -> list[LayerState]:
     """Return the states of the layers whose weights an optimizer steps, without those that a known model has."""
-    parts = [local(p) for group in optimizer.param_groups for p in group["params"]]
-    parts = [part for part in parts if not getattr(part, "is_of_no_layer", False)]
-    found = [getattr(getattr(part, "record", None), "layer", None) for part in parts]
-    states = dict.fromkeys(state for state in found if isinstance(state, LayerState))
+    found = [state_of(p) for group in optimizer.param_groups for p in group["params"]]
+    states = dict.fromkeys(state for state in found if state is not None)
     for model in models:
         if any(isinstance(one, _MissingStep) for one in training_of(model).callbacks):
             for state in layer_states(model):
