@@ -97,12 +97,16 @@ def layers(recipe, count, device, *, out=64):
     return made, copy.deepcopy(made)
 
 
-def gradients(x, modules):
-    return [x.grad, *(layer.weight.grad for layer in modules)]
-
-
-def states(modules):
-    return [t for layer in modules for t in layer.state_dict().values()]
+def end_step_alike(*runs, grad):
+    """Go back from output, input and layers of two runs, and end the step: gradients and states are the same."""
+    ended = []
+    for out, x, modules in runs:
+        out.backward(grad)
+        gradients = [x.grad, *(layer.weight.grad for layer in modules)]
+        ht.step_(modules)
+        modules.zero_grad()
+        ended.append([*gradients, *(t for layer in modules for t in layer.state_dict().values())])
+    assert all(torch.equal(x, y) for x, y in zip(*ended, strict=True))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -115,13 +119,7 @@ def test_a_grouped_linear(recipe, device):
         got = grouped_linear(a, [layer.weight for layer in ours], SIZES)
         expected = torch.cat([layer(rows) for layer, rows in zip(theirs, b.split(SIZES), strict=True)])
         assert torch.equal(got, expected), step
-        got.backward(grad)
-        expected.backward(grad)
-        assert all(torch.equal(x, y) for x, y in zip(gradients(a, ours), gradients(b, theirs), strict=True))
-        for modules in (ours, theirs):
-            ht.step_(modules)
-            modules.zero_grad()
-        assert all(torch.equal(x, y) for x, y in zip(states(ours), states(theirs), strict=True))
+        end_step_alike((got, a, ours), (expected, b, theirs), grad=grad)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -134,14 +132,7 @@ def test_a_norm_that_hands_over_its_faces(recipe, device):
         nothing = ht.recipes.bf16()
         expected = theirs[0](NormThatQuantizes.apply(b, nothing, None, []))
         assert torch.equal(got, expected), step
-        grad = torch.randn_like(got)
-        got.backward(grad)
-        expected.backward(grad)
-        assert all(torch.equal(x, y) for x, y in zip(gradients(a, ours), gradients(b, theirs), strict=True))
-        for modules in (ours, theirs):
-            ht.step_(modules)
-            modules.zero_grad()
-        assert all(torch.equal(x, y) for x, y in zip(states(ours), states(theirs), strict=True))
+        end_step_alike((got, a, ours), (expected, b, theirs), grad=torch.randn_like(got))
 
 
 PARTS = {"grouped": (Grouped, grouped_linear), "norm": (NormThatQuantizes, norm_then_linear)}

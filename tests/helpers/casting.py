@@ -3,6 +3,7 @@
 import warnings
 
 import numpy as np
+import torch
 from kernels import require_kernels
 
 from hybridtensor import ops
@@ -14,6 +15,31 @@ from hybridtensor.ops.cast.definition import reference_cast
 
 def cast_of(name, **options):
     return Cast(get_format(name), **options)
+
+
+OF_EACH_KIND = [
+    cast_of("fp8_e4m3_tensor"),
+    cast_of("fp8_e4m3_row"),
+    cast_of("fp8_e5m2_tensor", slot=1),
+    cast_of("fp8_e4m3_1x128"),
+    cast_of("fp8_e5m2_128x128_fp32_scale"),
+    cast_of("mxfp8_e4m3"),
+    cast_of("nvfp4"),
+    cast_of("nvfp4_row_scaled"),
+    cast_of("nvfp4_16x16"),
+    cast_of("nvfp4_hadamard", stream=12),
+    cast_of("nvfp4_max256", rule="mse"),
+    cast_of("nvfp4_16x16_max256", rule="mae"),
+    cast_of("mxfp4", rule="even"),
+    cast_of("mxfp4_32x32"),
+]
+"""A cast of each kind that matrices are cast by together."""
+
+
+def bits(tensor):
+    """Return what is stored as integers, flat, so that NaN are compared, too."""
+    flat = tensor.reshape(-1).clone()
+    return flat.view(torch.uint8 if flat.itemsize == 1 else torch.int32)
 
 
 def request_of(row=None, column=None, source=None, dtype=None):

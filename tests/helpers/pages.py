@@ -22,25 +22,13 @@ class Layer(nn.Module):
 
 
 def recording(layers=3, steps=5, note=True):
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Layer() for _ in range(layers)))
-    with torch.no_grad():
-        model[1].up_proj.weight[3] *= 1000
+    """Return what was watched of a little model with two recipes and an outlier, with losses or without."""
     specs = {"re:.*up_proj": "fp8_rowwise", "re:.*down_proj": "nvfp4"}
-    ht.quantize_(model, FqnToConfig({name: ht.HybridConfig.parse(spec) for name, spec in specs.items()}))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    with ht.watch(model, every=2, rows=128) as watched:
-        for seed in range(steps):
-            loss = model(inputs(seed)).square().mean()
-            if note:
-                watched.note(loss)
-            loss.backward()
-            optimizer.step()
-            ht.step_(model)
-    return watched
+    recipe = FqnToConfig({name: ht.HybridConfig.parse(spec) for name, spec in specs.items()})
+    return trained(recipe, outlier=1000, layers=layers, steps=steps, note=note)
 
 
-def trained(recipe, *, outlier=1.0, layers=2, steps=5, keep_bf16=()):
+def trained(recipe, *, outlier=1.0, layers=2, steps=5, keep_bf16=(), note=True):
     """Return what was watched of a little model with one recipe; one row of a weight may be larger."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(layers)))
@@ -51,7 +39,8 @@ def trained(recipe, *, outlier=1.0, layers=2, steps=5, keep_bf16=()):
     with ht.watch(model, every=2, rows=128) as watched:
         for seed in range(steps):
             loss = model(inputs(seed)).square().mean()
-            watched.note(loss)
+            if note:
+                watched.note(loss)
             loss.backward()
             optimizer.step()
             ht.step_(model)

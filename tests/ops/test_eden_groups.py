@@ -9,7 +9,7 @@ import pytest
 import tiers
 import torch
 import torch.nn.functional as F
-from casting import cast_of, quantize
+from casting import bits, cast_of, quantize
 from kernels import require_kernels
 
 from hybridtensor.formats import get_format
@@ -46,11 +46,6 @@ def spread_out(*shape, device, dtype=torch.bfloat16):
 
 def groups_of(ends, device, step=128):
     return Groups(len(ends), torch.tensor(ends, dtype=torch.int32, device=device), step)
-
-
-def bits(tensor):
-    flat = tensor.reshape(-1).clone()
-    return flat.view(torch.uint8 if flat.itemsize == 1 else torch.int32)
 
 
 def assert_same(found, expected):

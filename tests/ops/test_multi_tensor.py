@@ -10,7 +10,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from casting import cast_of
+from casting import OF_EACH_KIND as CASTS
+from casting import bits, cast_of
 from kernels import require_kernels
 
 from hybridtensor.ops import NO_INPUTS, CastInputs, CastRequest, prepare
@@ -24,22 +25,6 @@ from hybridtensor.testing import edge_tensor, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy, in Triton's interpreter
 
-CASTS = [
-    cast_of("fp8_e4m3_tensor"),
-    cast_of("fp8_e4m3_row"),
-    cast_of("fp8_e5m2_tensor", slot=1),
-    cast_of("fp8_e4m3_1x128"),
-    cast_of("fp8_e5m2_128x128_fp32_scale"),
-    cast_of("mxfp8_e4m3"),
-    cast_of("nvfp4"),
-    cast_of("nvfp4_row_scaled"),
-    cast_of("nvfp4_16x16"),
-    cast_of("nvfp4_hadamard", stream=12),
-    cast_of("nvfp4_max256", rule="mse"),
-    cast_of("nvfp4_16x16_max256", rule="mae"),
-    cast_of("mxfp4", rule="even"),
-    cast_of("mxfp4_32x32"),
-]
 SHAPES = [(48, 128), (128, 256), (16, 128), (160, 128)]
 
 
@@ -77,11 +62,6 @@ def inputs_of(request, x, index, amaxes):
         row_amax=amaxes[0] if row is not None and row.amax_per is not None else None,
         column_amax=amaxes[1] if column is not None and column.amax_per is not None else None,
     )
-
-
-def bits(tensor):
-    flat = tensor.reshape(-1).clone()
-    return flat.view(torch.uint8 if flat.itemsize == 1 else torch.int32)
 
 
 def same(face, other):

@@ -21,7 +21,7 @@ from hybridtensor.ops.norm import norm_cuda
 from hybridtensor.ops.prologue import Gated, Normed
 from hybridtensor.ops.swiglu import swiglu_cuda
 from hybridtensor.testing import random_tensor
-from tests.ops.test_quantize import CASTS, WAYS, in_kinds, state
+from tests.ops.test_quantize import CASTS, WAYS, bits, in_kinds, state
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -57,10 +57,6 @@ MADE = {"gated": gated, "normed": normed}
 def faces(x, request, **given):
     inputs = CastInputs(**given)
     return [t for face in cast_on_gpu(x, request, inputs).run(x, inputs) if face is not None for t in face.tensors()]
-
-
-def bits(tensor):
-    return tensor.contiguous().view(torch.uint8 if tensor.itemsize == 1 else torch.int32)
 
 
 def check(made, request, *, hint=False):

@@ -9,7 +9,8 @@ import pytest
 import tiers
 import torch
 import torch.nn.functional as F
-from casting import cast_of
+from casting import OF_EACH_KIND as CASTS
+from casting import bits, cast_of
 from fp4_oracles import nearly_tied
 from kernels import require_kernels
 
@@ -21,22 +22,6 @@ from hybridtensor.testing import edge_tensor, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy, in Triton's interpreter
 
-CASTS = [
-    cast_of("fp8_e4m3_tensor"),
-    cast_of("fp8_e4m3_row"),
-    cast_of("fp8_e5m2_tensor", slot=1),
-    cast_of("fp8_e4m3_1x128"),
-    cast_of("fp8_e5m2_128x128_fp32_scale"),
-    cast_of("mxfp8_e4m3"),
-    cast_of("nvfp4"),
-    cast_of("nvfp4_row_scaled"),
-    cast_of("nvfp4_16x16"),
-    cast_of("nvfp4_hadamard", stream=12),
-    cast_of("nvfp4_max256", rule="mse"),
-    cast_of("nvfp4_16x16_max256", rule="mae"),
-    cast_of("mxfp4", rule="even"),
-    cast_of("mxfp4_32x32"),
-]
 ENDS = [(5, 70, 70, 200), (0, 0, 130, 190), (0, 0, 0, 0), (200, 200, 200, 200), (64, 128, 192, 200)]
 
 
@@ -46,11 +31,6 @@ def state(device):
         "amax_record": torch.zeros(8, device=device),
         "rounding": torch.tensor([-12345678912345, 7], device=device),
     }
-
-
-def bits(tensor):
-    flat = tensor.reshape(-1).clone()
-    return flat.view(torch.uint8 if flat.itemsize == 1 else torch.int32)
 
 
 def check(x, groups, request):
