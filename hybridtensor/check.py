@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hybridtensor import formats
 from hybridtensor.arguments import require_flag, require_loss, require_module, wrong
 from hybridtensor.dtensor import local
 from hybridtensor.explanation.checked import Check, ProductRow, ReadRow
@@ -52,9 +51,7 @@ class _Recorder(Observer):
     def observe_product(
         self, layer: object, gemm: str, left: Face, right: Face, dtype: torch.dtype
     ) -> None:
-        a, b = (
-            f.format if f.dequantized_rowwise is None else formats.IDENTITY for f in (left, right)
-        )
+        a, b = left.held_format, right.held_format
         backend = select_backend(a, b, dtype, left.qdata.device)
         self.products[id(layer), gemm, a, b, backend.name] += 1
         if not (a.is_identity and b.is_identity):

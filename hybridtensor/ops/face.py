@@ -88,13 +88,22 @@ class Face(NamedTuple):
         return self.dequantized_rowwise is not None and self.scale is not None
 
     @property
+    def held_format(self) -> Format:
+        """The format that is multiplied: the identity for a dequantized face."""
+        return self.format if self.dequantized_rowwise is None else IDENTITY
+
+    @property
     def kind(self) -> FaceKind:
         return FaceKind(self.format, self.dequantized_rowwise)
 
-    def cut(self, dim: int, first: int, count: int) -> Face:
-        """Slice ``count`` entries along ``dim`` (0 ``other``, 1 ``contraction``) without copies; scales of cut
+    def stored_dim(self, axis: int) -> int:
+        """Return along which dimension of the tensors an axis lies, 0 ``other`` or 1 ``contraction``."""
+        return axis if self.dequantized_rowwise is None else 1 - axis
+
+    def cut(self, axis: int, first: int, count: int) -> Face:
+        """Slice ``count`` entries along ``axis`` (0 ``other``, 1 ``contraction``) without copies; scales of cut
         blocks stay."""
-        fmt = self.format
+        fmt, dim = self.format, self.stored_dim(axis)
         per_byte = fmt.elements_per_byte if dim == 1 else 1
         qdata = self.qdata.narrow(dim, first // per_byte, count // per_byte)
         scale = _cut_scale(self.scale, fmt.block[dim], dim, first, count)

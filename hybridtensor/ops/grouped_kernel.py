@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtensor.formats import IDENTITY, Format
+from hybridtensor.formats import Format
 from hybridtensor.ops.cache import Cache
 from hybridtensor.ops.cast.planning import planning
 from hybridtensor.ops.emulated_mm import nan_under_other_signs
@@ -83,7 +83,7 @@ def _lies(face: Face) -> tuple[object, ...]:
 
 def _choose(left: Face, right: Face, out_dtype: torch.dtype, fast_accum: bool) -> Multiply:
     """Choose the function that multiplies operands like these."""
-    formats, device = (held_format(left), held_format(right)), left.qdata.device
+    formats, device = (left.held_format, right.held_format), left.qdata.device
     if left.scale is None and right.scale is None and out_dtype == torch.bfloat16:
         if _has_values(left, right):
             return _multiply_values
@@ -187,11 +187,6 @@ def _scale(face: Face) -> Tensor:
     if face.scale is None:
         raise ValueError("grouped_mm: two quantized operands are required for a native product")
     return face.scale
-
-
-def held_format(face: Face) -> Format:
-    """Return the format that is multiplied: the identity for a dequantized face."""
-    return face.format if face.dequantized_rowwise is None else IDENTITY
 
 
 def multiplies_codes(left: Format, right: Format, device: torch.device) -> bool:

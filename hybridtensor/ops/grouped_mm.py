@@ -18,7 +18,6 @@ from hybridtensor.ops.cast.planning import aligned
 from hybridtensor.ops.face import Face, FaceKind, Groups
 from hybridtensor.ops.flops import count_flops
 from hybridtensor.ops.grouped_kernel import (
-    held_format,
     multiplies_codes,
     multiply_groups,
     reencodes_weights,
@@ -40,7 +39,7 @@ def grouped_product(
     groups = left.groups
     if groups is None or groups.ends is None:
         raise ValueError("grouped_mm: tokens with groups are required on the left, got none")
-    check_multipliable(held_format(left), held_format(right))
+    check_multipliable(left.held_format, right.held_format)
     if right.qdata.dim() == 3 and right.qdata.shape[0] != groups.num_groups:
         raise ValueError(
             f"grouped_mm: a weight for each of {groups.num_groups} groups is required, got {right.qdata.shape[0]}"

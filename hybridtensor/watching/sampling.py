@@ -149,21 +149,16 @@ class Sampler(Observer):
             if not _in_whole_blocks(face, axis, known.first, matrix.shape[axis]):
                 return None
             if axis == 1:
-                face = face.cut(_stored(face, 1), known.first, matrix.shape[1])
+                face = face.cut(1, known.first, matrix.shape[1])
             else:
                 before = known.first
         first, count = now.stretch(matrix.shape[0], self._rows)
         return part_of(face, matrix[first : first + count], before + first, count)
 
 
-def _stored(face: Face, axis: int) -> int:
-    """Return the stored dimension of a face's axis."""
-    return axis if face.dequantized_rowwise is None else 1 - axis
-
-
 def _in_whole_blocks(face: Face, axis: int, first: int, count: int) -> bool:
     """Return whether ``count`` entries from ``first`` on are whole blocks of a face."""
-    dim, fmt = _stored(face, axis), face.format
+    dim, fmt = face.stored_dim(axis), face.format
     per_byte = fmt.elements_per_byte if face.scale is not None and dim == 1 else 1
     step = max(fmt.block[dim] or 1, per_byte, fmt.step if dim == 1 and fmt.drawn_signs else 1)
     last = first + count

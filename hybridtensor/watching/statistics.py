@@ -71,7 +71,7 @@ def part_of(face: Face, values: Tensor, first: int, count: int) -> Part:
     """Return ``count`` entries of a face along ``other`` from ``first``, a multiple of its blocks, with their values
     ``[count, K]``."""
     turned = face.dequantized_rowwise is not None
-    cut = face.cut(1 if turned else 0, first, count)
+    cut = face.cut(0, first, count)
     values = values.float()
     if cut.scale is None:
         quantized = cut.qdata.float()

@@ -211,15 +211,14 @@ def refresh_parts(pairs: list[tuple[Shard, Tensor]]) -> None:
         columnwise = part.columnwise is not None
         made, first = shard.part(values, part.state).faces(rowwise=True, columnwise=columnwise)
         turned = part.detach().transpose(-2, -1) if part.is_transposed else part
-        for face, dim, fresh in zip((turned.rowwise, turned.columnwise), (0, 1), made, strict=True):
+        for face, axis, fresh in zip(
+            (turned.rowwise, turned.columnwise), (0, 1), made, strict=True
+        ):
             if fresh is None or face is None or fresh.follows_rowwise:
                 continue
-            # A dequantized face has the layout of the rowwise one
-            dim = dim if fresh.dequantized_rowwise is None else 0
-            sources = fresh.tensors()
             if shard.plan.matrix is None:
-                sources = fresh.cut(dim, first, values.shape[0]).tensors()
-            for target, source in zip(inner_tensors(face).values(), sources, strict=True):
+                fresh = fresh.cut(axis, first, values.shape[0])
+            for target, source in zip(inner_tensors(face).values(), fresh.tensors(), strict=True):
                 target.copy_(source)
         # Mostly none: such a face aliases the rowwise one, unless something copied the two apart.
         for source, follower in followers(part).values():
@@ -256,7 +255,7 @@ def remake_(part: HybridTensor, values: Tensor, config: HybridConfig) -> bool:
     with torch.no_grad():
         keeps = not config.weight.draws_from_rowwise
         made, _ = shard.part(values, part.state).faces(rowwise=True, columnwise=keeps)
-    row, column = (_cut(face, dim, values.shape[0]) for dim, face in enumerate(made))
+    row, column = (_cut(face, axis, values.shape[0]) for axis, face in enumerate(made))
     if row is not None and column is not None and column.follows_rowwise:
         column = row._replace(
             dequantized_rowwise=column.dequantized_rowwise
@@ -266,12 +265,10 @@ def remake_(part: HybridTensor, values: Tensor, config: HybridConfig) -> bool:
     return True
 
 
-def _cut(face: Face | None, dim: int, rows: int) -> Face | None:
+def _cut(face: Face | None, axis: int, rows: int) -> Face | None:
     if face is None:
         return None
-    if face.dequantized_rowwise is not None:
-        dim = 0
-    cut = face.cut(dim, 0, rows)
+    cut = face.cut(axis, 0, rows)
     # Views would keep the memory of the rows appended for the cast.
     return Face.of([tensor.clone() for tensor in cut.tensors()], cut.kind)
 
