@@ -101,24 +101,12 @@ class HybridTensor(InterceptingTensor):
         if rowwise is not None and columnwise is not None:
             _check_same(rowwise, columnwise)
         size = face.size() if size is None else size
-        return cls._make(size, face.stride() if stride is None else stride, face.dtype, face.device)
-
-    def __init__(
-        self,
-        rowwise: FaceTensor | None,
-        columnwise: FaceTensor | None = None,
-        config: HybridConfig | None = None,
-        size: Size | None = None,
-        stride: Stride = None,
-        *,
-        requires_grad: bool | None = None,
-    ) -> None:
-        if requires_grad is not None:
-            return  # ``parameter_of`` made all of it
-        self.rowwise, self.columnwise, self.config = rowwise, columnwise, config
-        self.record, self.taken, self.swapped = WeightRecord(), whole, False
-        self.is_of_all_ranks = self.is_saved = False
-        self._plain = None
+        made = cls._make(size, face.stride() if stride is None else stride, face.dtype, face.device)
+        made.rowwise, made.columnwise, made.config = rowwise, columnwise, config
+        made.record, made.taken, made.swapped = WeightRecord(), whole, False
+        made.is_of_all_ranks = made.is_saved = False
+        made._plain = None
+        return made
 
     @property
     def high_precision(self) -> HighPrecisionValues:

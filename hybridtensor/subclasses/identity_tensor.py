@@ -48,15 +48,9 @@ class IdentityTensor(WrapperTensor):
     ) -> Self:
         if not isinstance(source, QuantizedTensor):
             require_plain("IdentityTensor", source)
-        return cls._make(source.size(), source.stride(), source.dtype, source.device)
-
-    def __init__(
-        self,
-        source: Tensor,
-        size: Size | None = None,
-        stride: Stride = None,
-    ) -> None:
-        self.source = source
+        made = cls._make(source.size(), source.stride(), source.dtype, source.device)
+        made.source = source
+        return made
 
     @property
     def is_stack(self) -> bool:

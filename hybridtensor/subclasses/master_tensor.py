@@ -68,22 +68,11 @@ class MasterWeight(QuantizedWhenUsed):
         if not isinstance(config, HybridConfig):
             advice = "HybridConfig.parse makes one of a string"
             raise wrong("MasterWeight", "a HybridConfig", config, advice)
-        return cls._make(plain.size(), plain.stride(), plain.dtype, plain.device)
-
-    def __init__(
-        self,
-        plain: Tensor,
-        config: HybridConfig | None = None,
-        size: Size | None = None,
-        stride: Stride = None,
-        *,
-        requires_grad: bool | None = None,
-    ) -> None:
-        if config is None:
-            return  # ``parameter_of`` made all of it
-        self.plain, self.config, self.place = plain, config, place_of(plain)
-        self.record, self._seen = WeightRecord(), 0
-        self.record.add_holder(plain)
+        made = cls._make(plain.size(), plain.stride(), plain.dtype, plain.device)
+        made.plain, made.config, made.place = plain, config, place_of(plain)
+        made.record, made._seen = WeightRecord(), 0
+        made.record.add_holder(plain)
+        return made
 
     def alias(self, plain: Tensor) -> MasterWeight:
         """Return a wrapper of ``plain``, a view of this weight's memory: a write through either is seen by both."""

@@ -82,25 +82,16 @@ class QuantizedTensor(WrapperTensor):
         require_dtype(who, nominal_dtype)
         if type(axis) is not int or axis not in (-1, 0):
             raise ValueError(f"{who}: -1 or 0 is required as axis, got {shown(axis)}")
-        return cls._make(size, stride, nominal_dtype, face.qdata.device)
-
-    def __init__(
-        self,
-        face: Face,
-        axis: int,
-        nominal_dtype: torch.dtype,
-        size: Size,
-        stride: Stride = None,
-        cuts_group: bool = False,
-    ) -> None:
         if face.scale is None or face.dequantized_rowwise is not None:
             raise ValueError(
-                f"QuantizedTensor: a face with elements and scales of its own is required, got one in {face.format} "
+                f"{who}: a face with elements and scales of its own is required, got one in {face.format} "
                 f"with dequantized_rowwise={face.dequantized_rowwise}; use IdentityTensor"
             )
-        self.qdata, self.scale, self.tensor_scale = face.qdata, face.scale, face.tensor_scale
-        self.format, self.axis = face.format, axis
-        self.nominal_dtype, self.cuts_group = nominal_dtype, cuts_group
+        made = cls._make(size, stride, nominal_dtype, face.qdata.device)
+        made.qdata, made.scale, made.tensor_scale = face.qdata, face.scale, face.tensor_scale
+        made.format, made.axis = face.format, axis
+        made.nominal_dtype, made.cuts_group = nominal_dtype, cuts_group
+        return made
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Metadata, Metadata | None]]:
         # Nothing of a face is replaced. Guards and AOTAutograd ask three times per call of a graph.

@@ -78,20 +78,12 @@ class ShardedFace(WrapperTensor):
         size: Size | None = None,
         stride: Stride = None,
     ) -> Self:
-        return cls._make(
+        made = cls._make(
             source.size() if size is None else size, stride, source.dtype, source.device
         )
-
-    def __init__(
-        self,
-        source: QuantizedTensor | IdentityTensor,
-        sequence: Sequence,
-        quantize: bool,
-        size: Size | None = None,
-        stride: Stride = None,
-    ) -> None:
-        self.source, self.sequence, self.quantize = source, sequence, quantize
-        self.sharing = SharedFace()
+        made.source, made.sequence, made.quantize = source, sequence, quantize
+        made.sharing = SharedFace()
+        return made
 
     @property
     def format(self) -> Format:
