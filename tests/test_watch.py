@@ -2,13 +2,14 @@
 itself, and a run that is not watched.
 """
 
+import functools
 import json
 import linecache
 import warnings
 
 import pytest
 import torch
-from face_numbers import KeptFaces, assert_numbers
+from face_numbers import KeptFaces, assert_numbers, train_watched
 from siblings import Model, inputs
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -30,16 +31,7 @@ def model_of(spec):
     return ht.quantize_(Model(), spec)
 
 
-def train(model, steps, watched=None, forward=None, optimizer=None, first=0):
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-2)
-    for seed in range(first, first + steps):
-        loss = (model if forward is None else forward)(inputs(seed, next(model.parameters()).device)).square().mean()
-        if watched is not None:
-            watched.note(loss)
-        loss.backward()
-        optimizer.step()
-        ht.step_(model)
-        optimizer.zero_grad()
+train = functools.partial(train_watched, inputs)
 
 
 # -- the numbers

@@ -2,6 +2,7 @@
 keeps and cuts itself, and a run that is not watched.
 """
 
+import functools
 import json
 import math
 import re
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from experts import ENDS, EXPERTS, TOKENS, WIDTH, Experts, Mixture, offsets, parts
-from face_numbers import KeptFaces, assert_numbers
+from face_numbers import KeptFaces, assert_numbers, train_watched
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -210,21 +211,11 @@ def test_batches_and_products_of_one_expert():
 # -- the loop
 
 
-def data(seed):
-    return torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(seed))
+def data(seed, device="cpu"):
+    return torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def train(model, steps, watched=None, forward=None, optimizer=None, first=0):
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-2)
-    for seed in range(first, first + steps):
-        x = data(seed).to(next(model.parameters()).device)
-        loss = (model if forward is None else forward)(x).square().mean()
-        if watched is not None:
-            watched.note(loss)
-        loss.backward()
-        optimizer.step()
-        ht.step_(model)
-        optimizer.zero_grad()
+train = functools.partial(train_watched, data)
 
 
 def mixture(spec, **options):

@@ -10,7 +10,7 @@ import tiers
 import torch
 import torch.distributed as dist
 from processes import here
-from sharding import Block, batch, make, mesh_of, same_bits, same_draws, shard, train, whole
+from sharding import Block, batch, make, mesh_of, same_after_changes, same_bits, same_draws, shard, train, whole
 from tiers import covered, few, in_turn
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -482,13 +482,7 @@ def switch_while_gathered(rank):
     model, twin = (ht.quantize_(nn.Sequential(nn.Linear(64, 64)), "fp8_rowwise") for _ in range(2))
     twin.load_state_dict(model.state_dict())
     fully_shard(model, mesh=mesh_of(rank, 2))
-    for recipe in ("mxfp8", "fp8"):
-        outs = []
-        for m in (model, twin):
-            ht.set_config_(m, recipe)
-            with torch.no_grad():
-                outs.append(m(batch(0)))
-        assert same_bits(*outs), recipe
+    same_after_changes(model, twin, ("mxfp8", "fp8"))
 
 
 def test_recipe_switch_of_a_weight_that_stays_gathered(two):

@@ -14,10 +14,11 @@ from sharding import (
     batch,
     mesh_of,
     own,
+    same_after_changes,
     same_bits,
-    same_draws,
     shard,
     split_like,
+    training,
     whole,
 )  # fmt: skip
 from torch import nn
@@ -37,23 +38,8 @@ def make(spec, width=64, hidden=128, blocks=2):
 
 
 def train(rank, model, twin, steps=2):
-    same_draws(rank, model, twin)
     optimizers = [ht.optim.MasterWeights(torch.optim.AdamW, m.parameters(), lr=0.05) for m in (model, twin)]
-    for step in range(steps):
-        losses = []
-        for m, o in zip((model, twin), optimizers, strict=True):
-            o.zero_grad()
-            loss = m(batch(step)).square().mean()
-            loss.backward()
-            losses.append(loss.detach())
-        assert same_bits(*losses)
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            part = split_like(q.grad, p.grad)
-            torch.testing.assert_close(own(p.grad), part, rtol=1e-6, atol=1e-9)
-            local(p.grad).copy_(part)
-        for m, o in zip((model, twin), optimizers, strict=True):
-            o.step()
-            ht.step_(m)
+    for _ in training(rank, model, twin, optimizers, steps=steps):
         pairs = zip(optimizers[0].masters().values(), optimizers[1].masters().values(), strict=True)
         assert all(same_bits(own(mine), split_like(theirs.detach(), mine)) for mine, theirs in pairs)
     for block, other in zip(model, twin, strict=True):
@@ -119,17 +105,11 @@ def features(rank):
         model[0] = fully_shard(wrap(model[0]), mesh=mesh_of(rank, 4))
         train(rank, fully_shard(model, mesh=mesh_of(rank, 4)), twin, steps=2)
     model, twin = shard(make("fp8"), mesh_of(rank, 4)), make("fp8")
-    for recipe in ("fp8_rowwise", "fp8_dequantized_backward", "nvfp4", "bf16"):
-        outs = []
-        for m in (model, twin):
-            ht.set_config_(m, recipe)
-            with torch.no_grad():
-                outs.append(m(batch(0)))
-        assert same_bits(*outs), recipe
+    same_after_changes(model, twin, ("fp8_rowwise", "fp8_dequantized_backward", "nvfp4", "bf16"))
     with pytest.raises(ValueError, match="shards of 32 rows cut blocks of 128"):
         ht.set_config_(model, "fp8_block")
     with torch.no_grad():
-        assert same_bits(model(batch(0)), outs[1])
+        assert same_bits(model(batch(0)), twin(batch(0)))
 
 
 def test_features(four):

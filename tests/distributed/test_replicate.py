@@ -3,15 +3,12 @@
 import importlib
 
 import pytest
-import torch
 from processes import here
-from sharding import batch, make, same_bits, same_draws, whole
+from sharding import batch, make, train
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-import hybridtensor as ht
-from hybridtensor.dtensor import local
 from tests.distributed import test_fsdp_persistent as persistent
 
 SOME = ["fp8", "fp8_rowwise", "nvfp4_1d_weight", "fp8_delayed", "fp8_dequantized_backward"]
@@ -31,24 +28,7 @@ def wrapped(model, how, rank):
 
 def like_plain_models(rank, how):
     for recipe in SOME:
-        model, twin = make(recipe), make(recipe)
-        parallel = wrapped(model, how, rank)
-        same_draws(rank, model, twin)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (model, twin)]
-        for step in range(2):
-            losses = []
-            for m, o in zip((parallel, twin), optimizers, strict=True):
-                o.zero_grad()
-                loss = m(batch(step)).square().mean()
-                loss.backward()
-                losses.append(loss.detach())
-            assert same_bits(*losses), (recipe, step)
-            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-                torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-6, atol=1e-9)
-                local(p.grad).copy_(q.grad)
-            for m, o in zip((model, twin), optimizers, strict=True):
-                o.step()
-                ht.step_(m)
+        train(rank, wrapped(make(recipe), how, rank), make(recipe))
 
 
 @pytest.mark.parametrize("how", ["ddp", "replicate", "replicate_with_fsdp"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import hybridtensor as ht
 from hybridtensor.ops.references.hadamard import rotate
 from hybridtensor.quantizers import tokens
 
@@ -14,6 +15,20 @@ FACES = [
     f"{role}.{direction}" for role in ("input", "weight", "grad_output") for direction in ("rowwise", "columnwise")
 ]
 PRODUCTS = {"output": (0, 2), "grad_input": (4, 3), "grad_weight": (5, 1)}
+
+
+def train_watched(data, model, steps, watched=None, forward=None, optimizer=None, first=0):
+    """Train with what ``data(seed, device)`` returns, and note the losses."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-2)
+    for seed in range(first, first + steps):
+        x = data(seed, next(model.parameters()).device)
+        loss = (model if forward is None else forward)(x).square().mean()
+        if watched is not None:
+            watched.note(loss)
+        loss.backward()
+        optimizer.step()
+        ht.step_(model)
+        optimizer.zero_grad()
 
 
 class KeptFaces:

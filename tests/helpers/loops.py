@@ -59,6 +59,27 @@ def losses(model, optimizer, loss_of, count=12):
     return found
 
 
+DRAWS = 32
+
+
+def assert_unbiased(totals, squares, exact):
+    """Compare the means of ``DRAWS`` drawn tensors, in float64, with exact ones, by their measured errors.
+
+    Args:
+        totals: Sums of what was drawn, of each kind of tensor.
+        squares: Sums of its squares.
+        exact: What the means have to be.
+    """
+    for total, square, wanted in zip(totals, squares, exact, strict=True):
+        mean = total / DRAWS
+        error = ((square / DRAWS - mean**2) / (DRAWS - 1)).sqrt()
+        chosen = error > 0  # not of groups without tokens
+        off = ((mean - wanted) / error)[chosen]
+        assert torch.equal(mean[~chosen], wanted[~chosen])
+        assert 0.9 < off.square().mean() < 1.2  # 31 degrees of freedom: 31 / 29
+        assert off.mean().abs() < 0.05
+
+
 def watched_sample(model, run):
     """Return what is measured of a step, in which ``run()`` runs the model."""
     with ht.watch(model, every=1, rows=128) as watched:

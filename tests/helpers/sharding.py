@@ -95,15 +95,22 @@ def assert_faces_equal(mine, expected):
 
 def train(rank, model, twin, *, steps=2, cls=torch.optim.AdamW, lr=0.05, grad_input=False):
     """Train both on the same batch, sharded over ranks or whole, and compare after every step: the second one has what
-    the first one wrote, as have all others.
+    the first one wrote, as have all others."""
+    optimizers = [cls(m.parameters(), lr=lr) for m in (model, twin)]
+    for _ in training(rank, model, twin, optimizers, steps=steps, grad_input=grad_input):
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert same_bits(own(p), split_like(own(q), p))
+
+
+def training(rank, model, twin, optimizers, *, steps=2, grad_input=False):
+    """Train both on the same batch, compare losses and gradients, and yield after every step.
 
     Every rank sees the whole batch, so that the mean of the gradients is that of the twin, and compares its own part.
     """
     same_draws(rank, model, twin)
-    optimizer, reference = (cls(m.parameters(), lr=lr) for m in (model, twin))
     for step in range(steps):
         losses = []
-        for m, o in ((model, optimizer), (twin, reference)):
+        for m, o in zip((model, twin), optimizers, strict=True):
             o.zero_grad()
             loss = m(batch(step).requires_grad_(grad_input)).square().mean()
             loss.backward()
@@ -115,11 +122,21 @@ def train(rank, model, twin, *, steps=2, cls=torch.optim.AdamW, lr=0.05, grad_in
                 part = split_like(q.grad, p.grad)
                 torch.testing.assert_close(own(p.grad), part, rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
                 local(p.grad).copy_(part)  # the mean over ranks rounds; the rest is exact
-        for m, o in ((model, optimizer), (twin, reference)):
+        for m, o in zip((model, twin), optimizers, strict=True):
             o.step()
             ht.step_(m)
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            assert same_bits(own(p), split_like(own(q), p))
+        yield
+
+
+def same_after_changes(model, twin, recipes):
+    """Compare what both return without gradients after each change of their recipe."""
+    for recipe in recipes:
+        outs = []
+        for m in (model, twin):
+            ht.set_config_(m, recipe)
+            with torch.no_grad():
+                outs.append(m(batch(0)))
+        assert same_bits(*outs), recipe
 
 
 def same_draws(rank, model, twin):

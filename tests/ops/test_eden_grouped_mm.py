@@ -10,6 +10,7 @@ import pytest
 import torch
 from casting import cast_of, request_of
 from kernels import require_kernels
+from loops import DRAWS, assert_unbiased
 
 from hybridtensor.formats import get_format
 from hybridtensor.ops import CastInputs, CastRequest, Groups, grouped_kernel
@@ -93,9 +94,9 @@ def test_products_are_those_of_values(ends, device, small_tiles):
 
 def test_a_product_of_groups_is_unbiased(device):
     """Against the exact products, by the error of a mean that is measured beside it."""
-    ends, count = (70, 70, 330, 330), 32
+    ends = (70, 70, 330, 330)
     totals, squares = [0.0, 0.0], [0.0, 0.0]
-    for step in range(count):
+    for step in range(DRAWS):
         pairs, (x, g, w) = operands(device, ends, step, step)
         for i, (left, right) in enumerate(pairs):
             found = grouped_product(left, right, torch.float32, False).double()
@@ -105,14 +106,7 @@ def test_a_product_of_groups_is_unbiased(device):
         torch.cat([g[a:b].double() @ w[e].double() for e, (a, b) in enumerate(parts)]),
         torch.stack([g[a:b].double().t() @ x[a:b].double() for a, b in parts]),
     ]
-    for total, square, wanted in zip(totals, squares, exact, strict=True):
-        mean = total / count
-        error = ((square / count - mean**2) / (count - 1)).sqrt()
-        chosen = error > 0  # not of groups without tokens
-        off = ((mean - wanted) / error)[chosen]
-        assert torch.equal(mean[~chosen], wanted[~chosen])
-        assert 0.9 < off.square().mean() < 1.2  # 31 degrees of freedom: 31 / 29
-        assert off.mean().abs() < 0.05
+    assert_unbiased(totals, squares, exact)
 
 
 @pytest.mark.parametrize("other", [{"step": STEP + 1}, {"key": KEY + 1}])
