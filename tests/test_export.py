@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from any_layer import ANY_LAYER
+from hugging_face import llama
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -133,13 +134,8 @@ def test_names_are_those_of_the_model_that_nothing_wraps(tmp_path):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_hugging_face_loads_it(tmp_path):
     transformers = pytest.importorskip("transformers", reason="Hugging Face's loader is tested with transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=64, tie_word_embeddings=True,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
-    config.save_pretrained(tmp_path)
+    model = llama(tie_word_embeddings=True)
+    model.config.save_pretrained(tmp_path)
     ht.export_safetensors(ht.quantize_(model, "fp8"), tmp_path / "model.safetensors")
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.bfloat16, output_loading_info=True

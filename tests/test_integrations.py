@@ -1,11 +1,11 @@
 """Other libraries' ways in and out: Hugging Face, distributed checkpoints, gradient scaling, schedulers."""
 
 import copy
-import logging
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hugging_face import llama
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -16,26 +16,20 @@ from hybridtensor import HybridConfig, MasterWeight
 
 
 @pytest.fixture
-def llama(tmp_path):
+def stored(tmp_path):
     """A small Llama on disk."""
-    transformers = pytest.importorskip("transformers", reason="Hugging Face's loader is tested with transformers")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=64,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
+    pytest.importorskip("transformers", reason="Hugging Face's loader is tested with transformers")
+    model = llama()
     model.save_pretrained(tmp_path / "model")
     return model, tmp_path / "model"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-def test_hugging_face_quantizes_while_it_loads(llama):
+def test_hugging_face_quantizes_while_it_loads(stored):
     """``from_pretrained`` calls torchao's quantize_ on each module as its root."""
     from transformers import AutoModelForCausalLM, TorchAoConfig
 
-    plain, path = llama
+    plain, path = stored
     config = HybridConfig.parse("fp8")
     loaded = AutoModelForCausalLM.from_pretrained(path, quantization_config=TorchAoConfig(quant_type=config))
     converted = [
@@ -54,8 +48,8 @@ def test_hugging_face_quantizes_while_it_loads(llama):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_hugging_face_model_trains_with_gradient_checkpointing(llama):
-    model, _ = llama
+def test_hugging_face_model_trains_with_gradient_checkpointing(stored):
+    model, _ = stored
     ht.quantize_(model, "fp8+dequantized")
     tokens = torch.arange(12).reshape(2, 6)
     grads = []

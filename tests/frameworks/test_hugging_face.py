@@ -1,6 +1,5 @@
 """Transformers: resizing, saving, training with Trainer."""
 
-import logging
 import os
 import pickle
 import sys
@@ -9,6 +8,7 @@ import warnings
 import processes
 import pytest
 import torch
+from hugging_face import config_of, llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -23,13 +23,7 @@ KINDS = pytest.mark.parametrize("persistent", [False, True], ids=["master", "per
 
 
 def make(tied=False):
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=96, max_position_embeddings=64, tie_word_embeddings=tied,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config)
+    return llama(tie_word_embeddings=tied)
 
 
 def everything(module, name):
@@ -151,17 +145,8 @@ def loaded_in_parts(rank, path):
 
 
 def test_tensor_parallel_models(tmp_path):
-    make_for_parts().save_pretrained(tmp_path / "model")
+    llama(hidden_size=128, intermediate_size=256, num_key_value_heads=4).save_pretrained(tmp_path / "model")
     processes.run(loaded_in_parts, 2, tmp_path, str(tmp_path / "model"))
-
-
-def make_for_parts():
-    config = transformers.LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-        vocab_size=96, max_position_embeddings=64,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config)
 
 
 def cut_by_transformers(rank):
@@ -194,12 +179,8 @@ EXPERT_MODELS = {"Mixtral": {}, "Qwen3Moe": {"moe_intermediate_size": 64, "head_
 
 
 def experts_model(name, implementation):
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    config = getattr(transformers, f"{name}Config")(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=96, max_position_embeddings=64, num_experts_per_tok=2, num_experts=4, num_local_experts=4,
-        **EXPERT_MODELS[name],
-    )  # fmt: skip
+    experts = {"num_experts_per_tok": 2, "num_experts": 4, "num_local_experts": 4}
+    config = config_of(name, **experts, **EXPERT_MODELS[name])
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.bfloat16, experts_implementation=implementation

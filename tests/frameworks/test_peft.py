@@ -1,10 +1,10 @@
 """PEFT: adapters on quantized bases are initialized, trained and merged."""
 
 import copy
-import logging
 
 import pytest
 import torch
+from hugging_face import llama
 
 import hybridtensor as ht
 from hybridtensor.recipes.spec import GEMMS
@@ -16,13 +16,7 @@ IDS = torch.arange(32).view(1, 32) % 96
 
 
 def base(frozen, persistent, recipe="fp8"):
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=96, max_position_embeddings=64,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
+    model = llama()
     if frozen:
         model.requires_grad_(False)
     return model if recipe is None else ht.quantize_(model, recipe, persistent=persistent)

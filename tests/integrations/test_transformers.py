@@ -1,7 +1,6 @@
 """Transformers: recipes in ``config.json``, Trainer, PEFT on top; bitwise what ``quantize_`` and plain loops give."""
 
 import json
-import logging
 import subprocess
 import sys
 import types
@@ -9,6 +8,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from hugging_face import llama
 from loops import losses
 from safetensors.torch import load_file, save_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -30,14 +30,8 @@ RECIPES = {"fp8": "fp8", "fp8_delayed": "fp8_delayed", "nvfp4": "nvfp4", "by nam
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A small plain Llama on disk."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=96, max_position_embeddings=64,
-    )  # fmt: skip
-    torch.manual_seed(0)
     path = tmp_path_factory.mktemp("plain")
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    llama().save_pretrained(path)
     return path
 
 

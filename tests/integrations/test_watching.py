@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from hugging_face import llama
 from torch import nn
 
 import hybridtensor as ht
@@ -100,11 +101,7 @@ def test_trainer_of_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     from hybridtensor.integrations.transformers import StepCallback
 
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
-    )
-    torch.manual_seed(0)
-    model = ht.quantize_(transformers.LlamaForCausalLM(config), "nvfp4")
+    model = ht.quantize_(llama(), "nvfp4")
     tokens = torch.arange(32) % 64
     arguments = transformers.TrainingArguments(
         str(tmp_path), per_device_train_batch_size=2, max_steps=4, logging_steps=1, use_cpu=True, disable_tqdm=True,
