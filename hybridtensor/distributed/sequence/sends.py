@@ -18,7 +18,7 @@ from hybridtensor.distributed.sequence.styles import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
-    is_column_parallel,
+    column_parallel,
 )
 from hybridtensor.quantizers import Quantizer
 
@@ -44,12 +44,7 @@ def sends(module: nn.Module) -> list[Sent]:
             backward = "values" if of_gradient is None else f"rowwise, {of_gradient.rowwise_format}"
             found.append(("tokens", forward, backward, reason))
         elif isinstance(style, PrepareModuleInput) and _gathers(style):
-            layers = [
-                m
-                for m in module.modules()
-                if isinstance(m, nn.Linear) and is_column_parallel(m, mesh)
-            ]
-            found.append(_of_input(layers))
+            found.append(_of_input(column_parallel(module.modules(), mesh)))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch.distributed.tensor.parallel as torch_styles
 from torch import nn
@@ -114,12 +114,7 @@ class _Preparation:
 
     def layers(self, module: nn.Module) -> list[nn.Linear]:
         """Return the column-parallel layers of the module."""
-        found = [module.get_submodule(name) for name in self.names]
-        return [
-            layer
-            for layer in found
-            if isinstance(layer, nn.Linear) and is_column_parallel(layer, self.mesh)
-        ]
+        return column_parallel([module.get_submodule(name) for name in self.names], self.mesh)
 
     def _prepared(
         self, layers: list[nn.Linear], x: object, layout: Placement | None, wanted: Placement | None
@@ -186,7 +181,12 @@ def _names(module: nn.Module) -> list[str]:
     return [name for name, layer in module.named_modules() if name and isinstance(layer, nn.Linear)]
 
 
-def is_column_parallel(layer: nn.Module, mesh: DeviceMesh) -> bool:
-    """Return whether a layer's out features are spread over a mesh of one dimension."""
-    weight = layer._parameters.get("weight")
-    return isinstance(weight, DTensor) and placement_along(weight, name_of(mesh)) == Shard(0)
+def column_parallel(modules: Iterable[nn.Module], mesh: DeviceMesh) -> list[nn.Linear]:
+    """Return the linear layers whose out features are spread over a mesh of one dimension."""
+    found: list[nn.Linear] = []
+    for layer in modules:
+        if isinstance(layer, nn.Linear):
+            weight = layer._parameters.get("weight")
+            if isinstance(weight, DTensor) and placement_along(weight, name_of(mesh)) == Shard(0):
+                found.append(layer)
+    return found
