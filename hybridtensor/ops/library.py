@@ -163,9 +163,8 @@ _transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _local = torch._guards._TLS  # private; ``TracingContext.try_get`` reads it, in twice the time
 _cuda_is_there: Callable[[], bool] = torch.cuda.is_initialized
 
-backward_that_runs: Callable[[], int] = (
-    torch._C._current_graph_task_id
-)  # private, and what FSDP2 asks, too
+# Private, and what FSDP2 asks, too
+backward_that_runs: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that the caller runs in, or -1 outside of any."""
 saved_tensors_hooks: Callable[[bool], tuple[Callable[..., object], ...] | None]
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # private
