@@ -556,7 +556,7 @@ def test_what_is_written_reaches_masters_that_were_there_before(way, tmp_path):
 def stand(model, optimizer):
     """Take a step that changes no master."""
     for parameter in model.parameters():
-        parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     optimizer.step()
 
 
