@@ -148,18 +148,39 @@ def test_an_average_that_moves_little_moves(persistent):
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.99)}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kept", [True, False])
-def test_an_average_without_masters_is_refused(kwargs, dtype, kept):
-    """Their optimizer has them, and a copy of the model only faces."""
+AVERAGES = [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.99)}]
+
+
+def with_masters(dtype):
     model = ht.quantize_(nn.Linear(64, 64, bias=False, dtype=dtype), "mxfp8", persistent=True)
-    optimizer = ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
-    if not kept:
-        del optimizer  # and the masters
+    return model, ht.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("kwargs", AVERAGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_average_without_masters_is_refused(kwargs, dtype):
+    """Their optimizer had them, and the model has only faces."""
+    model, optimizer = with_masters(dtype)
+    del optimizer
     averaged = torch.optim.swa_utils.AveragedModel(model, **kwargs)
     averaged.update_parameters(model)
     with pytest.raises(
         NotImplementedError, match=r"which small changes are lost|of a trainable weight needs its values"
     ):
         averaged.update_parameters(model)
+
+
+@pytest.mark.parametrize("kwargs", AVERAGES)
+def test_an_average_begins_with_the_masters(kwargs):
+    """Oracle: the average of a plain model that has the masters' values in each step."""
+    model, optimizer = with_masters(torch.float32)
+    (master,) = optimizer.masters().values()
+    plain = nn.Linear(64, 64, bias=False)
+    averages = [torch.optim.swa_utils.AveragedModel(m, **kwargs) for m in (model, plain)]
+    for _ in range(4):
+        plain.weight.data.copy_(master)
+        for averaged, m in zip(averages, (model, plain), strict=True):
+            averaged.update_parameters(m)
+        model.weight.grad = torch.randn(64, 64) / 64
+        optimizer.step()
+    assert torch.equal(ht.plain_state_dict(averages[0].module)["weight"], averages[1].module.weight)

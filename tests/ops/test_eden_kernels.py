@@ -337,7 +337,7 @@ def test_it_is_read_by_a_kernel(device, monkeypatch):
     """And the definition only where that is all there is: in float64, and of what kernels cannot read."""
     inputs = inputs_of(rounding=rounding_of("cpu"))
     made = tensors_of(reference_cast(CastRequest(EDEN)).run(torch.randn(4, 128), inputs))
-    monkeypatch.setattr(importlib.import_module("hybridtensor.ops.dequantize"), "_define", None)
+    monkeypatch.setattr(importlib.import_module("hybridtensor.ops.dequantize"), "dequantize_reference", None)
     values_of(made, torch.bfloat16, True, device)
     with pytest.raises(TypeError, match="not callable"):
         values_of(made, torch.float64, True, device)
