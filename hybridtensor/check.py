@@ -86,9 +86,9 @@ def check(
 
         print(ht.check(model, batch, loss=lambda output: output.square().mean()))
 
-    Afterwards gradients, buffers, attributes of modules, state of quantizers and random generators are restored. Hooks
-    on accumulated gradients, such as those of optimizers that step in backward, do not run. Compiled parts run eagerly.
-    Under FSDP2 all ranks must call it.
+    Afterwards gradients, buffers, attributes of modules with buffers, state of quantizers and random generators are
+    restored. Hooks on accumulated gradients, such as those of optimizers that step in backward, do not run. Compiled
+    parts run eagerly. Under FSDP2 all ranks must call it.
 
     Args:
         model: A model, converted or not, compiled, sharded or not.
@@ -197,7 +197,8 @@ def _loss(out: object, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
 
 @contextlib.contextmanager
 def restored(model: nn.Module, given: object) -> Iterator[None]:
-    """Restore gradients, buffers, attributes, amaxes and torch's generators that a forward and backward change."""
+    """Restore gradients, buffers and attributes beside them, amaxes and torch's generators after a forward and
+    backward."""
     leaves = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
     owners = [*model.parameters(), *(t for t in leaves if t.is_leaf and t.requires_grad)]
     grads = [(owner, owner.grad) for owner in owners]
@@ -206,8 +207,9 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
     hooks = [dict(table) for table in tables]
     buffers = [(b, local(b).clone()) for b in model.buffers()]
     states = [(s, s.recorded, s.unrecorded) for s in layer_states(model)]
-    # What a forward assigns: buffers, and the numbers by which it knows what they hold
-    modules = [m for m in model.modules() if not isinstance(m, LayerState)]
+    # What a forward assigns: buffers, and the numbers by which it knows what they hold. Modules without buffers note
+    # what happens once, as DistributedDataParallel does of its first forward, and lazy layers of their features.
+    modules = [m for m in model.modules() if m._buffers and not isinstance(m, LayerState)]
     assigned = [(table, dict(table)) for m in modules for table in (vars(m), m._buffers)]
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with (
@@ -226,7 +228,8 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
             for owner, grad in grads:
                 owner.grad = grad
             for names, values in assigned:
-                names.update(values)
+                # An attribute that became a parameter or a module is one
+                names.update({name: values[name] for name in names.keys() & values.keys()})
             with torch.no_grad():
                 for buffer, before in buffers:
                     local(buffer).copy_(before)

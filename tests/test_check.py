@@ -78,7 +78,7 @@ class Reassigning(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear, self.steps = nn.Linear(64, 64), 0
+        self.linear, self.steps, self.head = nn.Linear(64, 64), 0, None
         self.register_buffer("mean", torch.zeros(64))
         self.register_buffer("cached", None)
 
@@ -86,6 +86,8 @@ class Reassigning(nn.Module):
         self.mean, self.cached, self.steps = 0.9 * self.mean + x.mean(0), x, self.steps + 1
         if self.steps > 1:
             raise KeyError("the second forward")
+        self.head = self.head or nn.LazyLinear(8)
+        self.head(x)
         return self.linear(x)
 
 
@@ -101,6 +103,7 @@ def test_what_a_forward_assigns_is_restored():
     assert not mean.any()
     assert net.cached is None
     assert net.steps == 1
+    assert net.head.in_features == 64  # made by the forward, as its parameters are, which optimizers know
     net.steps = 0
     assert torch.equal(net(X), twin(X))
 

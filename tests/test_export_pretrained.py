@@ -392,7 +392,7 @@ class TestTheCommand:
             (".", "there", [], "a new folder whose parent is there is required, got .*there"),
             (".", "no/out", [], "a new folder whose parent is there is required, got .*no/out"),
             (".", "out", ["--static-inputs"], "--static-inputs requires a run's checkpoints"),
-            (".", "out", ["--step", "3"], "--step requires a run's checkpoints"),
+            (".", "out", ["--step", "0"], "--step requires a run's checkpoints"),
             (".", "out", ["--config", "."], "--config requires a run's checkpoints"),
             (".", "out", ["--entry", "ema"], "--entry requires a run's checkpoints"),
             (".", "out", ["--persistent"], "--persistent requires a run's checkpoints"),

@@ -23,7 +23,6 @@ _BESIDE = (
     "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "generation_config.json", "*.jinja", "*.model",
 )  # fmt: skip
 
-
 _OF_A_RUN = ("config", "entry", "step", "persistent", "static_inputs")
 """Options that say something of a run's checkpoints."""
 
@@ -107,7 +106,10 @@ def _check(given: argparse.Namespace) -> None:
         raise ValueError(
             f"a new folder whose parent is there is required, got {given.folder}; name another"
         )
-    extra = [name for name in _OF_A_RUN if vars(given)[name] not in (None, False)]
+    # By identity: the step 0 equals False
+    extra = [
+        o for o in _OF_A_RUN if not any(vars(given)[o] is left_out for left_out in (None, False))
+    ]
     if extra and not _is_run(given.source):
         option = "--" + extra[0].replace("_", "-")
         raise ValueError(f"{option} requires a run's checkpoints, got {given.source}; leave it out")
