@@ -368,7 +368,8 @@ def _requantize(weight: HybridTensor, config: HybridConfig) -> None:
         weight.rowwise, weight.columnwise, weight.config = made.rowwise, made.columnwise, config
     # Existing aliases keep the former faces
     weight.record = weight.record.with_values(None if known is None else known.moved())
-    weight.high_precision.mark_quantized(values)
+    if weight.known_values is not None:  # else these are those of the former faces
+        weight.high_precision.mark_quantized(values)
 
 
 @register_quantize_module_handler(HybridConfig)  # type: ignore[untyped-decorator]

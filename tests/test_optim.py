@@ -657,7 +657,7 @@ def test_what_is_written_after_the_masters_are_gone_is_kept_whole(gone, way, dev
 
 
 @pytest.mark.parametrize("gone", ["optimizer", "copied"])
-@pytest.mark.parametrize("then", ["step", "write", "load", "in time"])
+@pytest.mark.parametrize("then", ["step", "recipe", "write", "load", "in time"])
 def test_masters_that_begin_with_faces_for_want_of_their_values_warn(gone, then, device):
     """Values that were there before are rounded, unless others take their place."""
     model = persistent("fp8").to(device)
@@ -672,10 +672,13 @@ def test_masters_that_begin_with_faces_for_want_of_their_values_warn(gone, then,
         gc.collect()
         if then == "write":
             model[0].weight.detach().copy_(torch.randn(32, 32, device=device))
+        elif then == "recipe":
+            ht.set_config_(model, "mxfp8")
         optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
         if then == "load":
             optimizer.load_state_dict(state)
-    with pytest.warns(UserWarning, match="layer 0, .*rounded") if then == "step" else contextlib.nullcontext():
+    warns = then in ("step", "recipe")
+    with pytest.warns(UserWarning, match="layer 0, .*rounded") if warns else contextlib.nullcontext():
         stand(model, optimizer)
     stand(model, optimizer)  # says it once
     assert same(list(optimizer.masters().values()), masters) == (then in ("load", "in time"))
