@@ -158,6 +158,20 @@ def test_a_quantizer_that_makes_its_faces_trains_and_compiles():
             torch.testing.assert_close(other, expected, rtol=0, atol=0.02 * expected.abs().max().item())
 
 
+def test_defaults_of_faces_are_those_of_its_class():
+    class Both(RowQuantizer):
+        def faces(self, x, *, rowwise=True, columnwise=True, dtype=torch.float32):
+            return super().faces(x, rowwise=rowwise, columnwise=columnwise, dtype=dtype)
+
+    class Wrong(Both):
+        change = staticmethod(lambda faces: faces[::-1])
+
+    x = random_tensor(32, 64)
+    assert [face.qdata.shape for face in Both().faces(x)] == [(32, 64), (64, 32)]
+    with pytest.raises(ValueError, match="rowwise face of"):
+        Wrong().faces(x)
+
+
 def test_a_quantizer_that_knows_no_experts_is_named():
     class Experts(nn.Module):
         def __init__(self):

@@ -25,25 +25,18 @@ def checked(faces: Callable[..., object]) -> Callable[..., object]:
     """Return a quantizer's ``faces`` that raises unless the result is as its formats say."""
 
     @functools.wraps(faces)
-    def check(
-        self: Quantizer,
-        x: Tensor,
-        *,
-        rowwise: bool,
-        columnwise: bool,
-        dtype: torch.dtype,
-        **options: object,
-    ) -> object:
-        made = faces(self, x, rowwise=rowwise, columnwise=columnwise, dtype=dtype, **options)
+    def check(self: Quantizer, x: Tensor, **options: object) -> object:
+        made = faces(self, x, **options)
         context = options.get("context")
         if not isinstance(made, (tuple, list)) or isinstance(made, Face) or len(made) != 2:
             raise TypeError(
                 f"{_who(self, context)} returns a rowwise and a columnwise face, or None in place of one, got "
-                f"{_told(made)}; return both as a tuple"
+                f"{_found(made)}; return both as a tuple"
             )
-        if rowwise:
+        # What is asked for, or made by default
+        if options.get("rowwise", made[0] is not None):
             _require(self, "rowwise", made[0], self.rowwise_format, x.shape, context)
-        if columnwise:
+        if options.get("columnwise", made[1] is not None):
             _require(self, "columnwise", made[1], self.columnwise_format, x.shape, context)
         return made
 
@@ -65,7 +58,7 @@ def _require(
         )
     if not isinstance(face, Face):
         raise TypeError(
-            f"{_who(quantizer, context)} returns a Face as {direction} face, got {_told(face)}; make one"
+            f"{_who(quantizer, context)} returns a Face as {direction} face, got {_found(face)}; make one"
         )
     if face.dequantized_rowwise is not None:
         return  # it has the tensors of the rowwise face
@@ -122,7 +115,7 @@ def _who(quantizer: Quantizer, context: object) -> str:
     return f"{context}: {quantizer}: faces()" if layer else f"{quantizer}: faces()"
 
 
-def _told(value: object) -> str:
+def _found(value: object) -> str:
     return f"a {type(value).__name__}" if isinstance(value, (tuple, list)) else shown(value)
 
 
