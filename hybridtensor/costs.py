@@ -287,7 +287,7 @@ def measure(
 
     A time is that of the casts and the three products of a linear layer in bfloat16 (whose weight is quantized each
     time), the median over repetitions. Sizes are multiples of 128, and best large: small products cost what launching
-    them costs. Torch's generators are as before afterwards.
+    them costs. Torch's generators are restored.
 
     Args:
         device: Where.

@@ -319,6 +319,13 @@ def register_format(fmt: Format) -> Format:
 
         mine = dataclasses.replace(ht.formats.MXFP8_E4M3, name="mxfp8_blocks_of_64", block=(1, 64))
         ht.formats.register_format(mine)
+
+    Args:
+        fmt: The record; one that is registered already is returned as it is.
+
+    Raises:
+        TypeError: If it is no ``Format``.
+        ValueError: If its name is empty, has a separator of casts as text, or is another format's.
     """
     require_kind("register_format", "a Format", fmt, Format)
     if not fmt.name or set(fmt.name) & set(_SEPARATORS):

@@ -78,10 +78,11 @@ def _warn_of_unmultiplied(model: nn.Module, optimizer: Optimizer) -> None:
         del unmultiplied[state]
         if not (state.multiplied or (state.is_in_graphs and not read.in_graph)):
             state.multiplied = True  # or said to be missing: once per layer
-            where = "compiled code, which equal layers may share, in " if read.in_graph else ""
+            where = "compiled code of " if read.in_graph else ""
+            ran = "was traced (equal layers may share the code of one)" if read.in_graph else "ran"
             warnings.warn(
                 f"layer {state.name or '<root>'}: its weight was read as values ({read.reader}) in {where}a training "
-                "step, and no product of the layer ran; a product of such values, which are a plain tensor, is not "
+                f"step, and no product of the layer {ran}; a product of such values, which are a plain tensor, is not "
                 "quantized; " + _ADVICE.format(weight="layer.weight"),
                 stacklevel=2,
             )

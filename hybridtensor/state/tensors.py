@@ -18,7 +18,7 @@ class Traced:
     """The layer that a graph was traced for: equal to that of any other, so that equal layers share graphs.
 
     Attributes:
-        layer: The ``LayerState``, weakly; returns None where a graph came from a file.
+        layer: Returns the ``LayerState``, or None if it is gone or the graph came from a file.
     """
 
     __slots__ = ("layer",)

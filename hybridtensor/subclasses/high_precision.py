@@ -239,7 +239,7 @@ class HighPrecisionValues:
     def _take(self, values: Tensor | None, view: View, *, follows: bool) -> None:
         """Write known ``values`` into ``view`` of the present ones."""
         if self.current is None and values is not None and view is whole:
-            # A copy's, or those of an optimizer that is gone
+            # Known again: of a copy, or of a weight whose optimizer is gone
             values = self.original = values.clone()
             self._owned = True
         current = self.current
