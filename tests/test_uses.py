@@ -155,7 +155,7 @@ def test_compiled_code_that_multiplies_what_others_read():
     model = ht.quantize_(nn.Sequential(*(Parent(OTHERS["multiplied by its parent"]) for _ in range(2))), "fp8")
     for parent in model:
         parent.compile(backend="aot_eager")
-    train(model, call=lambda x: model(x) * model[1].read.weight.norm())
+    train(model, call=lambda x: model(x.clone().requires_grad_()) * model[1].read.weight.norm())
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # by Dynamo itself
