@@ -15,7 +15,7 @@ from hybridtensor.linear.operands import WEIGHTS
 from hybridtensor.ops import Face
 from hybridtensor.state import LayerState
 from hybridtensor.state.training import callbacks_of_every_model
-from hybridtensor.subclasses.observing import Observer, observers, unmultiplied
+from hybridtensor.subclasses.observing import Observer, is_multiplied, observers, unmultiplied
 
 _ADVICE = (
     "multiply by the weight itself (F.linear(x, {weight})), compute the weight in a parametrization, or leave the "
@@ -76,7 +76,7 @@ def _warn_of_unmultiplied(model: nn.Module, optimizer: Optimizer) -> None:
         if state not in states:
             continue
         del unmultiplied[state]
-        if not (state.multiplied or (state.is_in_graphs and not read.in_graph)):
+        if not is_multiplied(state, in_graph=read.in_graph):
             state.multiplied = True  # or said to be missing: once per layer
             where = "compiled code of " if read.in_graph else ""
             ran = "was traced (equal layers may share the code of one)" if read.in_graph else "ran"

@@ -83,6 +83,12 @@ def traced_layer(layer: StateTensors | None) -> LayerState | None:
     return found if isinstance(found, LayerState) else None
 
 
+def is_multiplied(state: LayerState, *, in_graph: bool) -> bool:
+    """Return whether a layer's weight was multiplied, or may have been; ``in_graph`` if it was read in a graph that was
+    traced for this layer, whose products are known."""
+    return state.multiplied or (state.is_in_graphs and not in_graph)
+
+
 def observe_operand(layer: object, role: str, values: Tensor, call: object) -> None:
     """Pass an operand to every observer."""
     for observer in observers:
@@ -106,7 +112,7 @@ def observe_read(weight: Any, reader: object, *, in_training: bool = False) -> N
     # Optimizers read without gradients, logs and averages a detached alias. The part in a DTensor is neither.
     if (
         state is not None
-        and not (state.multiplied or (state.is_in_graphs and not in_graph))
+        and not is_multiplied(state, in_graph=in_graph)
         and torch.is_grad_enabled()
         and (
             in_training
