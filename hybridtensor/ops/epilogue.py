@@ -38,17 +38,6 @@ def scale_and_round(
     # torch passes only one that the host knows.
     if total.is_cuda and total.numel() and total.stride(1) == 1:
         return scale_and_round_cuda(total, left, right, bias, dtype)
-    return scale_and_round_reference(total, left, right, bias, dtype)
-
-
-def scale_and_round_reference(
-    total: Tensor,
-    left: Tensor | None,
-    right: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Define ``scale_and_round``."""
     factor = left if right is None else right
     if left is not None and right is not None:
         # Multiplied with each other first, as one may be huge and the other tiny. Beyond fp32 their product would make
