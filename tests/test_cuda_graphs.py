@@ -4,6 +4,7 @@ The models hold nothing that inductor could round differently, so that equality 
 """
 
 import functools
+import sys
 
 import pytest
 import torch
@@ -134,6 +135,30 @@ def test_a_captured_step_may_have_microbatches(recipe):
         captured.fill(seed)
         graph.replay()
         assert_equal(eager, captured)
+
+
+@pytest.mark.parametrize("recipe", FEW)
+def test_a_capture_may_load_kernels(recipe):
+    """The first launch of a kernel in a process is part of the graph."""
+    layer = ht.quantize_(nn.Linear(384, 128, device=DEVICE, dtype=torch.bfloat16), recipe)
+    x, g = (random_tensor(48, width, device=DEVICE, dtype=torch.bfloat16) for width in (384, 128))
+    results = []
+
+    def step():
+        y = layer(x)
+        results.append((y, *torch.autograd.grad(y, (x, layer.weight), g)))
+
+    warm_up(lambda: x @ x.t())  # cuBLAS
+    x.requires_grad_()
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("hybridtensor.kernels."):
+            for value in vars(module).values():
+                getattr(value, "device_caches", {}).clear()  # of a kernel: what Triton has loaded
+    graph = capture(step)
+    graph.replay()
+    step()
+    for captured, eager in zip(*results, strict=True):
+        assert torch.equal(captured, eager)
 
 
 @pytest.mark.parametrize("recipe", FEW)
