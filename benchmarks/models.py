@@ -66,8 +66,9 @@ MODELS = {
         "num_key_value_heads": 2, "vocab_size": 128,
     }),
 }  # fmt: skip
-MODES = ["eager", "blocks", "whole", "reduce-overhead"]
-"""How the model is compiled: not, block by block, as one graph, or with CUDA graphs."""
+MODES = ["eager", "blocks", "whole", "reduce-overhead", "captured", "captured blocks"]
+"""How the model is compiled: not, block by block, as one graph, or with CUDA graphs. On one GPU also whole steps, that
+of the optimizer included, in one CUDA graph, of a model that is not compiled, or block by block."""
 RECIPES = ["fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "torchao tensorwise", *te_peer.names()]
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 ITSELF = "BF16"
@@ -108,6 +109,7 @@ class Training:
 
     Attributes:
         first_steps: Seconds that the first four steps took.
+        step: Trains one step.
     """
 
     def __init__(self, case: Case, recipe: str) -> None:
@@ -125,7 +127,7 @@ class Training:
         self._recipe, self._advance = recipe, convert(self._model.model, recipe)
         compiling = {"mode": "reduce-overhead"} if case.mode == "reduce-overhead" else {}
         for block in self._model.model.layers:
-            if case.mode == "blocks":
+            if case.mode.endswith("blocks"):
                 block.compile(dynamic=True if case.least else None)
             if dist.is_initialized():
                 fully_shard(block, mp_policy=POLICY)
@@ -135,18 +137,24 @@ class Training:
                 ht.distributed.expect_recompute_(self._model, False)
         if case.mode in ("whole", "reduce-overhead"):
             self._model.model.compile(**compiling)
-        fused = case.device.type == "cuda"
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, fused=fused)
+        fused, captured = case.device.type == "cuda", case.mode.startswith("captured")
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, fused=fused, capturable=captured)
         longest = case.tokens if case.least else min(case.tokens, case.sequence)
         self._ids = torch.randint(config.vocab_size, (case.tokens // longest, longest), device=case.device)
         self._lengths = case.lengths()
-        begin = time.perf_counter()
-        for _ in range(4):
-            self.step()
+        begin, side = time.perf_counter(), torch.cuda.Stream() if captured else None
+        with torch.cuda.stream(side):  # where torch asks for steps before a capture
+            for _ in range(4):
+                self._train()
         wait(case.device)
         self.first_steps = time.perf_counter() - begin
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._train()
+        self.step: Callable[[], None] = graph.replay if captured else self._train
 
-    def step(self) -> None:
+    def _train(self) -> None:
         """Train one step."""
         peer = self._recipe in te_peer.RECIPES
         with te_peer.autocast(self._recipe) if peer else contextlib.nullcontext():
@@ -248,7 +256,7 @@ def measure(case: Case, recipe: str, repeats: int) -> dict[str, Any]:
         "of bf16 in a row": rows[ITSELF] / rows[recipe], "kernels ms": of_kernels, "launches": launches,
         "first 4 steps s": made[recipe].first_steps, "bf16 first s": made[ITSELF].first_steps,
     }  # fmt: skip
-    if case.device.type == "cuda":
+    if case.device.type == "cuda" and not case.mode.startswith("captured"):  # whose memory is allocated once
         row |= {f"{name} peak GiB": peak_of(made, key) for name, key in (("bf16", ITSELF), ("", recipe))}
     return row
 
@@ -281,7 +289,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--tokens", help="separated by ','", default="2048,8192,32768")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of the longest sequence, unless --least")
     parser.add_argument("--least", type=int, default=0, help="tokens; each step has another length up to --tokens then")
-    parser.add_argument("--modes", help="separated by ','", default=",".join(MODES))
+    parser.add_argument("--modes", help="separated by ','", default="")
     parser.add_argument("--recipes", help="separated by ','", default=",".join(RECIPES))
     return parser.parse_args()
 
@@ -298,7 +306,7 @@ def main() -> None:
     rows = []
     for model in asked.models.split(";"):
         for tokens in map(int, asked.tokens.split(",")):
-            for mode in asked.modes.split(","):
+            for mode in asked.modes.split(",") if asked.modes else MODES[: None if ranks == 1 else 4]:
                 for recipe in asked.recipes.split(","):
                     gc.collect()
                     case = Case(model, tokens, mode, device, asked.least, asked.sequence)
