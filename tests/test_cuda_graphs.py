@@ -4,6 +4,7 @@ The models hold nothing that inductor could round differently, so that equality 
 """
 
 import functools
+import importlib
 import sys
 
 import pytest
@@ -13,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees
 
 import hybridtensor as ht
+from hybridtensor.ops.kernel_library import Launch
 from hybridtensor.optim import MasterWeights
 from hybridtensor.testing import random_tensor
 
@@ -204,6 +206,74 @@ def test_step_may_run_outside_of_the_graph(recipe):
         graph.replay()
         ht.step_(captured.net)
         assert_equal(eager, captured)
+
+
+class Siblings(nn.Module):
+    """Three layers of one input, and one of their sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        x = x * 1.0  # which autograd records
+        return self.out(self.q(x) + self.k(x) + self.v(x))
+
+
+@pytest.mark.parametrize("recipe", FEW)
+def test_layers_of_one_graph_share_casts(recipe, monkeypatch):
+    """Of a captured step, as of an eager one, whose weights are cast one by one, too."""
+    torch.manual_seed(0)
+    model = ht.quantize_(Siblings().to(DEVICE, torch.bfloat16), recipe)
+    x, g = (random_tensor(TOKENS, FEATURES, device=DEVICE, seed=seed) for seed in (0, 1))
+    counted, start = [], Launch.start
+
+    def count(self, *taken):
+        counted.append(self)
+        return start(self, *taken)
+
+    def step():
+        counted.clear()
+        model(x).backward(g)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.grad = None
+                parameter.mul_(1.0)
+
+    x.requires_grad_()
+    weight_operands = importlib.import_module("hybridtensor.linear.weight_operands")
+    monkeypatch.setattr(weight_operands, "bucket_of", lambda weight: None)
+    monkeypatch.setattr(Launch, "start", count)
+    for _ in range(3):
+        step()
+    in_eager_code = len(counted)
+    capture(step)
+    assert len(counted) == in_eager_code
+
+
+def test_graphs_share_no_faces():
+    """Each makes its own of weights and inputs that are read in both: one may be replayed without the other."""
+    torch.manual_seed(0)
+    model = ht.quantize_(Siblings().to(DEVICE, torch.bfloat16), "fp8")
+    x, graphs, outs = random_tensor(TOKENS, FEATURES, device=DEVICE).requires_grad_(), [], []
+
+    def one_by_one(module, args):
+        hidden = args[0] * 1.0
+        for layer in (module.q, module.k, module.q):
+            graphs.append(capture(lambda layer=layer: outs.append(layer(hidden))))
+        hidden.data.copy_(random_tensor(TOKENS, FEATURES, device=DEVICE, seed=1))
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_(random_tensor(*parameter.shape, device=DEVICE, seed=2))
+        for layer, graph, out in zip((module.q, module.k, module.q), reversed(graphs), reversed(outs), strict=True):
+            graph.replay()
+            assert torch.equal(out, layer(hidden.detach()))
+        return args
+
+    model(x)
+    with model.register_forward_pre_hook(one_by_one):
+        model(x)
+    assert len(graphs) == 3
 
 
 def test_a_captured_forward_uses_no_face_from_outside_and_leaves_none():

@@ -219,7 +219,7 @@ def test_a_weight_that_a_step_did_not_use_is_not_made_ready_again(casts):
 def stream(monkeypatch):
     """Stand in for the current CUDA stream."""
     current = [0]
-    for module in (weight_buckets, face_cache, master_tensor, quantized_when_used):
+    for module in (weight_buckets, master_tensor, quantized_when_used):
         monkeypatch.setattr(module, "stream_of", lambda plain: current[0])
     return current
 

@@ -13,13 +13,13 @@ import threading
 import weakref
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hybridtensor.arguments import require_flag
 from hybridtensor.ops import Faces, Groups
-from hybridtensor.ops.library import is_captured, is_recorded, is_traced
+from hybridtensor.ops.captures import stream_of
+from hybridtensor.ops.library import dispatch_modes, is_traced
 from hybridtensor.ops.order import node_of
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses.record import WeightRecord
@@ -67,7 +67,7 @@ class _Scope:
         input."""
         # DTensors give each layer another view of the same elements.
         # Orders the cast
-        stream = torch._C._cuda_getCurrentRawStream(input.device.index) if input.is_cuda else 0
+        stream = stream_of(input)
         memory = input.untyped_storage()._cdata  # ``input.data = other`` has no version of its own
         key = (*_place(input), memory, stream, *how)
         owner = _owner(input)
@@ -195,7 +195,7 @@ def reading(
     # Outside of what autograd records, an input may be written where nothing counts.
     if scope is None or not _enabled or input.grad_fn is None:
         return Reading()
-    if is_captured() if context.direct else is_recorded():
+    if not context.direct and dispatch_modes():
         return Reading()
     if not isinstance(layer, LayerState) or layer.parent not in scope.parents:
         return Reading()

@@ -19,12 +19,13 @@ from hybridtensor import ops
 from hybridtensor.dtensor import local
 from hybridtensor.ops import CastInputs, Faces
 from hybridtensor.ops.amaxes import several_zeros
+from hybridtensor.ops.captures import stream_of
 from hybridtensor.ops.library import is_captured, is_recorded, is_traced, runs_directly
 from hybridtensor.quantizers.plans import CastPlan, cast_plan, measuring_plan
 from hybridtensor.state import Context, LayerState
 from hybridtensor.state.step import after_step
 from hybridtensor.subclasses import MasterWeight
-from hybridtensor.subclasses.face_cache import CachedFaces, Stamp, stream_of
+from hybridtensor.subclasses.face_cache import CachedFaces, Stamp
 from hybridtensor.subclasses.observing import observers
 from hybridtensor.subclasses.record import WeightRecord
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from hybridtensor.ops.captures import loading_kernels
 from hybridtensor.ops.face import bytewise
-from hybridtensor.ops.library import is_captured
 
 ALIGNMENT = 16  # bytes: kernels are compiled for addresses that are multiples
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED of cuda.h
 
 
 def aligned_fp32(count: int) -> int:
@@ -90,7 +88,7 @@ class Launch:
         """Launch with tensors converted by ``take``."""
         run = self._run
         if run is None:
-            with _loading():
+            with loading_kernels():
                 compiled = self._kernel[(self._programs,)](
                     *taken, **self._constants, **self._options
                 )
@@ -106,24 +104,6 @@ class Launch:
         # Private in torch, and what Triton's launcher asks, too: no Stream object is made.
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         run(self._programs, 1, 1, stream, *self._fixed, *taken, *self._values)
-
-
-@contextlib.contextmanager
-def _loading() -> Iterator[None]:
-    """Let this thread load kernels while a CUDA graph is captured."""
-    # In the default mode loading a module invalidates the capture, without an error of its own; torch's allocator
-    # changes the mode around cudaMalloc likewise. Warm-up steps do not load every kernel of a capture: they cast
-    # several weights at once where a graph, in which nothing is cached, casts each.
-    if not is_captured():
-        yield
-        return
-    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    mode = ctypes.c_int(_RELAXED)
-    exchange(ctypes.byref(mode))  # which becomes the former mode
-    try:
-        yield
-    finally:
-        exchange(ctypes.byref(mode))
 
 
 def lasting(make: Callable[[], Tensor], device: torch.device) -> Tensor:

@@ -141,7 +141,7 @@ def runs_directly(x: torch.Tensor) -> bool:
         not _is_dynamo()  # first: the rest cannot be traced
         and getattr(_local, "tracing_context", None) is None
         and type(x) in _PLAIN
-        and not _modes()
+        and not dispatch_modes()
         and not _transforms()
         and not _is_of_vmap(x)
         and not x.is_neg()  # ``z.conj().imag``, also as a gradient: the dispatcher negates it
@@ -158,7 +158,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Private; ``torch.autograd.grad`` has a ``vmap`` of its own, which is no transform of ``torch.func``
 _is_of_vmap: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 _is_dynamo = torch.compiler.is_dynamo_compiling
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""The number of dispatch modes that observe operators."""
 _transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _local = torch._guards._TLS  # private; ``TracingContext.try_get`` reads it, in twice the time
 _cuda_is_there: Callable[[], bool] = torch.cuda.is_initialized
@@ -178,7 +179,7 @@ def is_captured() -> bool:
 
 def is_recorded() -> bool:
     """Return whether a CUDA graph or a dispatch mode records what runs, to be run again without Python."""
-    return bool(_modes()) or is_captured()
+    return bool(dispatch_modes()) or is_captured()
 
 
 def autocasts(device_type: str) -> bool:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hybridtensor.ops import Face
 from hybridtensor.ops.amaxes import ReturnedAmaxes
+from hybridtensor.ops.captures import Stream
 from hybridtensor.ops.library import backward_that_runs
 from hybridtensor.quantizers.plans import Amaxes
 
@@ -77,11 +78,12 @@ class FaceCache:
 
     Forwards of training count, but for those inside of a backward, which recompute. A rowwise face that evaluation uses
     more than once stays until training goes on; where each step evaluates as often, it stays for the step's forwards.
-    Faces are valid on the CUDA stream that makes them: no other one waits for their casts.
+    Faces are valid on the CUDA stream that makes them: no other one waits for their casts. Those made in the capture of
+    a CUDA graph are valid in it alone: each replay makes them again.
 
     Attributes:
         awaits_column: Whether a forward is over whose backward will ask for the columnwise face, which is to be made.
-        stream: CUDA stream of the cached faces, 0 on a CPU; None if there never were any.
+        stream: That of the cached faces; None if there never were any.
         last_use: How a forward used the weight last, or None if none did since the last write.
     """
 
@@ -104,7 +106,7 @@ class FaceCache:
         self._stamp: Stamp | None = None
         # By stream, too: while one thread uses the cache, another one may store faces of its own. Replaced where it is
         # emptied: what a thread still puts into the former one is of no use to anybody.
-        self._views: dict[tuple[Place, int], CachedFaces] = {}
+        self._views: dict[tuple[Place, Stream], CachedFaces] = {}
         # A step is what lies between two writes. Forwards and backwards of training in this step, and forwards in the
         # last one that had any
         self._forwards = self._backwards = self._last_forwards = 0
@@ -116,10 +118,10 @@ class FaceCache:
         self._expected = 0
         self.awaits_column = False
         self.last_use: ForwardUse | None = None
-        self.stream: int | None = None
+        self.stream: Stream | None = None
 
     def use(
-        self, place: Place, stamp: Stamp, stream: int, forward: ForwardUse | None
+        self, place: Place, stamp: Stamp, stream: Stream, forward: ForwardUse | None
     ) -> CachedFaces:
         """Invalidate old faces, count a ``forward``, and return the cached faces of view ``place``."""
         if self._stamp != stamp:
@@ -139,7 +141,7 @@ class FaceCache:
                 self._evaluations = 0
         return self._views.get((place, stream), _NOTHING)
 
-    def begin(self, stamp: Stamp, stream: int, *, forward: bool) -> None:
+    def begin(self, stamp: Stamp, stream: Stream, *, forward: bool) -> None:
         """Release all faces and take another stamp; a ``forward`` also ends the step before the write."""
         self._stamp, self.stream, self.awaits_column = stamp, stream, False
         self.last_use = None
@@ -163,7 +165,7 @@ class FaceCache:
         """Dtype of the last computation with the weight, or None."""
         return None if self._stamp is None else self._stamp[-1]
 
-    def store(self, place: Place, stamp: Stamp, faces: CachedFaces, stream: int) -> None:
+    def store(self, place: Place, stamp: Stamp, faces: CachedFaces, stream: Stream) -> None:
         """Cache new faces of view ``place``, made on ``stream``, unless another thread changed the cache."""
         views = self._views  # before the comparison
         if self._stamp == stamp and self.stream == stream:
@@ -171,7 +173,7 @@ class FaceCache:
             if faces.column is not None:
                 self.awaits_column = False
 
-    def current(self, place: Place, stamp: Stamp, stream: int) -> CachedFaces | None:
+    def current(self, place: Place, stamp: Stamp, stream: Stream) -> CachedFaces | None:
         """Return the cached faces of a view, or None if another stamp or stream came last, without counting a use."""
         if self._stamp != stamp or self.stream != stream:
             return None
@@ -224,7 +226,7 @@ class FaceCache:
         """Release everything, because the weight was written."""
         self._views = {}
 
-    def rowwise(self, place: Place, stamp: Stamp, stream: int) -> Face | None:
+    def rowwise(self, place: Place, stamp: Stamp, stream: Stream) -> Face | None:
         """Return the rowwise face of a view that is valid on ``stream``, in any dtype, without counting a use."""
         # The last entry is the dtype of faces in high precision; quantized ones do not depend on it.
         if self._stamp is None or self._stamp[:-1] != stamp[:-1]:
@@ -244,11 +246,6 @@ class FaceCache:
     @property
     def _is_reused(self) -> bool:
         return self._forwards > 1 or self._last_forwards > 1
-
-
-def stream_of(plain: Tensor) -> int:
-    """Return the current CUDA stream of a tensor's device, 0 on a CPU."""
-    return torch._C._cuda_getCurrentRawStream(plain.device.index) if plain.is_cuda else 0
 
 
 def place_of(plain: Tensor) -> Place:

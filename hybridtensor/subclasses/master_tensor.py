@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hybridtensor.arguments import require_dtype, require_flag, wrong
 from hybridtensor.dtensor import local
 from hybridtensor.ops.autograd import version_of
+from hybridtensor.ops.captures import Stream, stream_of
 from hybridtensor.ops.library import is_captured
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state.training import callbacks_of_writes
-from hybridtensor.subclasses.face_cache import place_of, stream_of
+from hybridtensor.subclasses.face_cache import place_of
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.op_table import OpTable
 from hybridtensor.subclasses.quantized_when_used import QuantizedWhenUsed
@@ -166,7 +167,7 @@ class MasterWeight(QuantizedWhenUsed):
 
 def mark_all_written(weights: list[MasterWeight]) -> None:
     """Call ``mark_written`` on the weights that one operator wrote (foreach optimizers)."""
-    captured, streams = is_captured(), dict[torch.device, int]()
+    captured, streams = is_captured(), dict[torch.device, Stream]()
     plains = []
     for weight in weights:
         plain, record = weight.plain, weight.record

@@ -11,7 +11,8 @@ from torch import Tensor
 from hybridtensor.ops import Face, Faces
 from hybridtensor.ops.amaxes import AmaxRecord, ReturnedAmaxes
 from hybridtensor.ops.autograd import read_version, version_of
-from hybridtensor.ops.library import is_recorded, is_traced
+from hybridtensor.ops.captures import stream_of
+from hybridtensor.ops.library import dispatch_modes, is_captured, is_traced
 from hybridtensor.quantizers.plans import Amaxes, measured
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context, LayerState
@@ -22,7 +23,6 @@ from hybridtensor.subclasses.face_cache import (
     Place,
     Seen,
     Stamp,
-    stream_of,
 )
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.observing import for_products_of_weight, observers
@@ -164,7 +164,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         """Return the faces asked for, and maybe others.
 
         Faces are cached as the recipe's ``keep_faces`` says, until the next write; missing ones are added. Under a
-        dispatch mode or CUDA-graph capture, or if replays of a graph write the weight, they are quantized at each use.
+        dispatch mode, or if replays of a graph write the weight, they are quantized at each use.
 
         Args:
             stamp: ``self.stamp(dtype)`` now.
@@ -178,9 +178,10 @@ class QuantizedWhenUsed(InterceptingTensor):
         layer: Any = record.layer  # outside of graphs a LayerState, or None
         # Autograd functions run without gradients already, and asking takes less time than ``no_grad``
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
-            # Nothing is cached where Python is not run again. A checkpointing policy counts calls besides: a cast in
-            # its first pass only would shift what it has saved.
-            if record.replayed or is_recorded() or (layer is not None and layer.replayed):
+            # A checkpointing policy counts calls: a cast in its first pass only would shift what it has saved. Replays
+            # of a graph count no writes, but there are none while another graph is captured.
+            replayed = record.replayed or (layer is not None and layer.replayed)
+            if dispatch_modes() or (replayed and not is_captured()):
                 context, rowwise = self.context_of_products(context, stamp[-1]), forward is not None
                 return self._made(rowwise, columnwise, stamp[-1], context, amax_record)
             stream = stream_of(plain)

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import shared_cache
 
 from hybridtensor.ops.amaxes import ReturnedAmaxes
 from hybridtensor.ops.autograd import version_of
+from hybridtensor.ops.captures import Stream
 from hybridtensor.state import Context, LayerState, Section, StateTensors
 from hybridtensor.subclasses.face_cache import FaceCache
 from hybridtensor.subclasses.high_precision import HighPrecisionValues
@@ -80,7 +81,7 @@ class WeightRecord:
             persistent weight are unknown there.
         changes: Count of counted writes, and of moments at which an alias may have written: each invalidates faces.
         writes: Writes that handlers counted.
-        written_on: CUDA stream of the last write, 0 on a CPU; None if unknown.
+        written_on: Stream of the last write; None if unknown.
         compiled_writes: Writes of compiled code, each counted at least once.
         counted_writes: ``writes`` when writes of compiled code were counted last.
         is_held_elsewhere: Whether the memory had an alias when writes were counted last.
@@ -137,7 +138,7 @@ class WeightRecord:
         self.is_copy = self.is_of_graph = False
         self.changes = self.writes = self.compiled_writes = 0
         self.replayed = False
-        self.written_on: int | None = None
+        self.written_on: Stream | None = None
         self.counted_writes = 0
         self.is_held_elsewhere = self.is_interprocess = False
         self.face_cache = FaceCache()

@@ -1,0 +1,60 @@
+"""CUDA graphs that are captured now: what torch does not say of them, the driver does."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from hybridtensor.ops.library import is_captured
+
+Stream = int | tuple[int, int]
+"""A CUDA stream, while a graph is captured on it with the number of that capture; 0 on a CPU."""
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED of cuda.h
+
+
+def stream_of(tensor: Tensor) -> Stream:
+    """Return the current stream of a tensor's device: work on it needs not wait for other work on it."""
+    if not tensor.is_cuda:
+        return 0
+    stream = torch._C._cuda_getCurrentRawStream(tensor.device.index)
+    return (stream, _capture_on(stream)) if is_captured() else stream
+
+
+def _capture_on(stream: int) -> int:
+    """Return the number of the capture that a stream is in."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    found = ctypes.byref(status), ctypes.byref(number), None, None, None
+    _call("cuStreamGetCaptureInfo_v2", ctypes.c_void_p(stream), *found)
+    return number.value
+
+
+@contextlib.contextmanager
+def loading_kernels() -> Iterator[None]:
+    """Let this thread load kernels also while a CUDA graph is captured."""
+    # In the default mode loading a module invalidates the capture, without an error of its own; torch's allocator
+    # changes the mode around cudaMalloc likewise. Warm-up steps do not load every kernel of a capture: they cast
+    # several weights at once where a graph casts each.
+    if not is_captured():
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED)
+    exchange = functools.partial(_call, "cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    exchange()  # ``mode`` becomes the former one
+    try:
+        yield
+    finally:
+        exchange()
+
+
+def _call(name: str, *arguments: object) -> None:
+    """Call a function of the CUDA driver."""
+    function: Callable[..., int] = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    error = function(*arguments)
+    if error:
+        raise RuntimeError(f"hybridtensor: {name} of the CUDA driver failed with error {error}")
