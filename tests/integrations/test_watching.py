@@ -99,6 +99,7 @@ def test_lightning_with_its_loggers(tmp_path):
 def test_trainer_of_transformers(tmp_path):
     """Trainer logs with the loss of a step the statistics of the one before, which nothing had to wait for."""
     transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch.utils.tensorboard", reason="needs tensorboard: make test-integrations")
     from hybridtensor.integrations.transformers import StepCallback
 
     model = ht.quantize_(llama(), "nvfp4")
