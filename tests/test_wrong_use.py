@@ -239,3 +239,8 @@ def test_what_errors_tell_of_a_value_is_short():
         with pytest.raises((TypeError, ValueError)) as raised:
             ht.MXFP8Quantizer(dtype=wrong)
         assert len(str(raised.value)) < 250
+
+
+def test_random_tensor_without_a_shape():
+    with pytest.raises(ValueError, match="random_tensor: a shape is required, got none"):
+        random_tensor()

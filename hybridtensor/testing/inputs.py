@@ -56,6 +56,10 @@ def random_tensor(
     """
     _require("random_tensor", dtype, device)
     require_int("random_tensor", seed=seed)
+    if not shape:
+        raise ValueError(
+            "random_tensor: a shape is required, got none; give the extent of each dimension"
+        )
     for extent in shape:
         require_int("random_tensor", at_least=0, extent=extent)
     generator = torch.Generator().manual_seed(seed)
