@@ -19,7 +19,7 @@ from hybridtensor.inference import layouts
 from hybridtensor.ops import Cast, CastRequest, Face, quantize
 from hybridtensor.ops.library import define
 from hybridtensor.quantizers.base import OneFormatQuantizer
-from hybridtensor.recipes import spec
+from hybridtensor.recipes import spec, spec_of_config
 from hybridtensor.subclasses import MasterWeight
 from hybridtensor.testing import random_tensor
 
@@ -43,7 +43,9 @@ class ExtendedQuantizer(OneFormatQuantizer):
 def _extended(monkeypatch):
     """Steps 1, 3 and 4: a record, a quantizer, a word; the definition of blocks in step 2 is there."""
     register_format(FORMAT)
-    monkeypatch.setitem(spec.WORDS, "extended", lambda role, gemm: ExtendedQuantizer())
+    words = {**spec.WORDS, "extended": lambda role, gemm: ExtendedQuantizer()}
+    for module in (spec, spec_of_config):
+        monkeypatch.setattr(module, "WORDS", words)
     yield
     del REGISTRY[FORMAT.name]
 
@@ -255,6 +257,22 @@ def test_a_layout_is_a_row(monkeypatch):
     assert sent.keys() == {"0.weight", "0.weight_scale"}
     values = sent["0.weight"].float() * sent["0.weight_scale"].repeat_interleave(BLOCK, dim=1)
     assert torch.equal(values, expected_values(net[0].weight.dequantize()))
+
+
+PACKED_WRONGLY = {
+    "nothing": (lambda face: None, "a dictionary.*got None"),
+    "a list": (lambda face: [face.qdata], "a dictionary.*got a value of list"),
+    "no tensors": (lambda face: {}, "a dictionary.*got {}"),
+    "no tensor": (lambda face: {"weight": face.qdata, "scale": None}, "a tensor as 'scale'.*got None"),
+}
+
+
+@pytest.mark.parametrize(("pack", "said"), PACKED_WRONGLY.values(), ids=list(PACKED_WRONGLY))
+def test_what_a_layout_packs_wrongly_is_refused(monkeypatch, pack, said):
+    monkeypatch.setitem(layouts.LAYOUTS, "extended", layouts.Layout("extended", (FORMAT,), pack, {}))
+    net = ht.quantize_(nn.Sequential(nn.Linear(96, 64, bias=False)), "extended")
+    with pytest.raises(TypeError, match=f"inference_tensors: 0.weight: layout 'extended': {said}"):
+        dict(ht.inference_tensors(net, layout="extended"))
 
 
 class Callback:

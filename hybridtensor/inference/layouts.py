@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor import formats
-from hybridtensor.arguments import nearest, require_text
+from hybridtensor.arguments import nearest, require_kind, require_text, wrong
 from hybridtensor.formats import Format
 from hybridtensor.inference.recoded import nvfp4_of_mxfp4
 from hybridtensor.ops import Face
@@ -66,6 +66,15 @@ class Layout:
     def has_input_scales(self) -> bool:
         """Whether it can store a scale of inputs per tensor: engines have that beside scales per tensor and per row."""
         return self.settings.get("strategy") in ("tensor", "channel")
+
+    def packed(self, who: str, face: Face) -> Packed:
+        """Return what ``pack`` makes of a face; raise TypeError unless it is named tensors."""
+        who, found = f"{who}: layout {self.name!r}", self.pack(face)
+        if not isinstance(found, dict) or not found:
+            raise wrong(who, "a dictionary of tensors, which its function returns,", found)
+        for suffix, tensor in found.items():
+            require_kind(who, f"a tensor as {suffix!r}", tensor, Tensor)
+        return found
 
     def check(self, who: str, fmt: Format, size: tuple[int, int], axes: str) -> None:
         """Raise unless weights of a format and a size can be stored.

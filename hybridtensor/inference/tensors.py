@@ -251,7 +251,7 @@ def _packed(
     if one.value.dim() == 3:
         faces = [matrix_of(whole, expert) for expert in range(one.value.shape[0])]
     try:
-        packed = [one.layout.pack(face) for face in faces]
+        packed = [one.layout.packed(f"{who}: {one.name}", face) for face in faces]
     except ValueError as error:
         raise ValueError(f"{who}: {one.name}: {error}") from error
     scales = one.input_scales if static_inputs else None
