@@ -27,6 +27,7 @@ from hybridtensor import (
 )
 from hybridtensor.linear import products
 from hybridtensor.recipes import named
+from hybridtensor.recipes import spec as tables
 from hybridtensor.recipes.config import _spec_of
 from hybridtensor.recipes.factory import from_factory
 from hybridtensor.recipes.named import TABLE
@@ -393,3 +394,10 @@ def test_how_long_faces_live_where_that_means_nothing(spec, told):
 def test_an_unknown_word_of_how_long_faces_live():
     with pytest.raises(ValueError, match="unknown keep_faces 'ever'; did you mean 'never'"):
         HybridConfig(E4M3, E4M3, E4M3, keep_faces="ever")
+
+
+@pytest.mark.parametrize("table", [recipes.RECIPES, tables.WORDS, tables.MODIFIERS, tables.POLICIES, tables.FLAGS])
+def test_tables_of_recipes_cannot_be_written(table):
+    """A format named as a recipe would never be reached, nor would the functions of recipes be others."""
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        table["quartet2"] = next(iter(table.values()))

@@ -36,7 +36,8 @@ once for both directions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from hybridtensor.arguments import nearest, require_text
 from hybridtensor.quantizers import DelayedFloat8Quantizer, Float8Quantizer, Quantizer
@@ -48,7 +49,8 @@ from hybridtensor.recipes.words import RecipeName
 _ROWS = {row.name: row for row in TABLE}
 
 Recipe = Callable[..., HybridConfig]
-RECIPES: dict[str, Recipe] = {}
+_recipes: dict[str, Recipe] = {}
+RECIPES: Mapping[str, Recipe] = MappingProxyType(_recipes)
 
 
 def _recipe(function: Recipe) -> Recipe:
@@ -57,7 +59,7 @@ def _recipe(function: Recipe) -> Recipe:
     example = f'    ht.quantize_(model, "{row.name}")  # or ht.recipes.{row.name}()'
     parts = [row.promise, "::", example, *([options] if options else []), f"Spec: ``{row.spec}``."]
     function.__doc__ = "\n\n".join([*parts, f"Source: {row.source}"])
-    RECIPES[row.name] = function
+    _recipes[row.name] = function
     return function
 
 

@@ -14,8 +14,9 @@ the other way.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from hybridtensor.arguments import nearest, require_kind
@@ -81,26 +82,32 @@ def _block(role: str) -> str:
     return "128x128" if role == "weight" else "1x128"
 
 
-WORDS: dict[str, Word] = {
-    "bf16": lambda role, gemm: IdentityQuantizer(),
-    "fp8": lambda role, gemm: Float8Quantizer(dtype=_element(role)),
-    "fp8_rowwise": lambda role, gemm: Float8Quantizer(granularity="row"),
-    "fp8_block": lambda role, gemm: Float8Quantizer(granularity="block", block=_block(role)),
-    "fp8_delayed": lambda role, gemm: DelayedFloat8Quantizer(dtype=_element(role)),
-    "mxfp8": lambda role, gemm: MXFP8Quantizer(),
-    "mxfp4": _mxfp4,
-    "nvfp4": _nvfp4,
-}
-POLICIES: dict[str, tuple[str, str | bool]] = {
-    "high_precision": ("backward_override", "high_precision"),
-    "dequantized": ("backward_override", "dequantized"),
-    "save_original_input": ("save_original_input", True),
-    "fast_accum": ("fast_accum", True),
-    "bf16_weight_values": ("bf16_weight_values", True),
-    "keep_faces": ("keep_faces", "always"),
-    "free_faces": ("keep_faces", "never"),
-}
-FLAGS = {name: to for name, to in POLICIES.items() if to[0] != "backward_override"}
+WORDS: Mapping[str, Word] = MappingProxyType(
+    {
+        "bf16": lambda role, gemm: IdentityQuantizer(),
+        "fp8": lambda role, gemm: Float8Quantizer(dtype=_element(role)),
+        "fp8_rowwise": lambda role, gemm: Float8Quantizer(granularity="row"),
+        "fp8_block": lambda role, gemm: Float8Quantizer(granularity="block", block=_block(role)),
+        "fp8_delayed": lambda role, gemm: DelayedFloat8Quantizer(dtype=_element(role)),
+        "mxfp8": lambda role, gemm: MXFP8Quantizer(),
+        "mxfp4": _mxfp4,
+        "nvfp4": _nvfp4,
+    }
+)
+POLICIES: Mapping[str, tuple[str, str | bool]] = MappingProxyType(
+    {
+        "high_precision": ("backward_override", "high_precision"),
+        "dequantized": ("backward_override", "dequantized"),
+        "save_original_input": ("save_original_input", True),
+        "fast_accum": ("fast_accum", True),
+        "bf16_weight_values": ("bf16_weight_values", True),
+        "keep_faces": ("keep_faces", "always"),
+        "free_faces": ("keep_faces", "never"),
+    }
+)
+FLAGS = MappingProxyType(
+    {name: to for name, to in POLICIES.items() if to[0] != "backward_override"}
+)
 
 
 @dataclass
@@ -233,36 +240,38 @@ def _four_over_six(*roles: str) -> Option:
     return Option((NVFP4Quantizer,), "four_over_six", "mae", roles, resets=("scale_max",))
 
 
-MODIFIERS: dict[str, Modifier] = {
-    "pow2_scale": Option((Float8Quantizer,), "pow2_scale", True),
-    "fp32_scale": Option((Float8Quantizer,), "pow2_scale", False),
-    "e4m3_grad": Option(
-        (Float8Quantizer, DelayedFloat8Quantizer), "dtype", "e4m3", ("grad_output",)
-    ),
-    "most_recent": Option((DelayedFloat8Quantizer,), "algorithm", "most_recent"),
-    "mx_two_d": Option((MXFP8Quantizer, MXFP4Quantizer), "two_d", True, ("weight",)),
-    "mx_e5m2_grad": Option((MXFP8Quantizer,), "dtype", "e5m2", ("grad_output",)),
-    "mx_even": Option((MXFP4Quantizer,), "scale_rounding", "even"),
-    "mx_floor": Option((MXFP4Quantizer,), "scale_rounding", "floor"),
-    "one_d": Option((NVFP4Quantizer,), "two_d", False, ("weight",)),
-    "nearest": Option((NVFP4Quantizer, MXFP4Quantizer), "rounding", "nearest"),
-    "no_hadamard": Option((NVFP4Quantizer, MXFP4Quantizer), "hadamard", False),
-    "row_scaled_input": Option((NVFP4Quantizer,), "row_scaled", True, ("input",), ("rowwise",)),
-    "four_over_six_weight": _four_over_six("weight"),
-    "four_over_six_input": _four_over_six("input"),
-    "four_over_six": _four_over_six("input", "weight"),
-    "four_over_six_mse": Option((NVFP4Quantizer,), "four_over_six", "mse", refines="mae"),
-    "four_over_six_448": Option((NVFP4Quantizer,), "scale_max", 448, refines=256),
-    "eden": Option(
-        (NVFP4Quantizer,),
-        "rounding",
-        "eden",
-        resets=("two_d", "hadamard", "row_scaled", "four_over_six", "scale_max"),
-        products=("grad_input", "grad_weight"),
-    ),
-    "rowwise_dequantized": OfRowwise(("input", "weight")),
-    "rowwise_dequantized_weight": OfRowwise(("weight",)),
-}
+MODIFIERS: Mapping[str, Modifier] = MappingProxyType(
+    {
+        "pow2_scale": Option((Float8Quantizer,), "pow2_scale", True),
+        "fp32_scale": Option((Float8Quantizer,), "pow2_scale", False),
+        "e4m3_grad": Option(
+            (Float8Quantizer, DelayedFloat8Quantizer), "dtype", "e4m3", ("grad_output",)
+        ),
+        "most_recent": Option((DelayedFloat8Quantizer,), "algorithm", "most_recent"),
+        "mx_two_d": Option((MXFP8Quantizer, MXFP4Quantizer), "two_d", True, ("weight",)),
+        "mx_e5m2_grad": Option((MXFP8Quantizer,), "dtype", "e5m2", ("grad_output",)),
+        "mx_even": Option((MXFP4Quantizer,), "scale_rounding", "even"),
+        "mx_floor": Option((MXFP4Quantizer,), "scale_rounding", "floor"),
+        "one_d": Option((NVFP4Quantizer,), "two_d", False, ("weight",)),
+        "nearest": Option((NVFP4Quantizer, MXFP4Quantizer), "rounding", "nearest"),
+        "no_hadamard": Option((NVFP4Quantizer, MXFP4Quantizer), "hadamard", False),
+        "row_scaled_input": Option((NVFP4Quantizer,), "row_scaled", True, ("input",), ("rowwise",)),
+        "four_over_six_weight": _four_over_six("weight"),
+        "four_over_six_input": _four_over_six("input"),
+        "four_over_six": _four_over_six("input", "weight"),
+        "four_over_six_mse": Option((NVFP4Quantizer,), "four_over_six", "mse", refines="mae"),
+        "four_over_six_448": Option((NVFP4Quantizer,), "scale_max", 448, refines=256),
+        "eden": Option(
+            (NVFP4Quantizer,),
+            "rounding",
+            "eden",
+            resets=("two_d", "hadamard", "row_scaled", "four_over_six", "scale_max"),
+            products=("grad_input", "grad_weight"),
+        ),
+        "rowwise_dequantized": OfRowwise(("input", "weight")),
+        "rowwise_dequantized_weight": OfRowwise(("weight",)),
+    }
+)
 
 
 @dataclass(frozen=True)
