@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -206,6 +207,7 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
     tables = [p._post_accumulate_grad_hooks or {} for p in model.parameters()]
     hooks = [dict(table) for table in tables]
     buffers = [(b, local(b).clone()) for b in model.buffers()]
+    copies: dict[int, object] = {}  # for ``deepcopy``, so that views stay views of one another
     states = [(s, s.recorded, s.unrecorded) for s in layer_states(model)]
     # What a forward assigns: buffers, and the numbers by which it knows what they hold. Modules without buffers note
     # what happens once, as DistributedDataParallel does of its first forward, and lazy layers of their features.
@@ -220,6 +222,12 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
             owner.grad = None
         for table in tables:
             table.clear()
+        # Written in place of the buffers, which a backward may read whose forward ran before
+        for module in modules:
+            module._buffers.update(
+                (name, buffer if buffer is None else copy.deepcopy(buffer.detach(), copies))
+                for name, buffer in module._buffers.items()
+            )
         try:
             yield
         finally:
@@ -230,9 +238,8 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
             for names, values in assigned:
                 # An attribute that became a parameter or a module is one
                 names.update({name: values[name] for name in names.keys() & values.keys()})
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    local(buffer).copy_(before)
+            for buffer, before in buffers:  # which a forward may know by another name
+                local(buffer).data.copy_(before)  # not counted by autograd
             for state, recorded, unrecorded in states:
                 state.recorded, state.unrecorded = recorded, unrecorded
 
