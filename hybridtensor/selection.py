@@ -275,6 +275,8 @@ class Coverage(NamedTuple):
         )
 
 
+# Biases of experts, and embeddings of positions, are matrices, too
+_ADDED = re.compile("bias$|(^|_)pos.*emb")
 _LARGE = 1000  # a matrix with this part of the parameters, or more
 
 
@@ -303,8 +305,7 @@ def coverage(model: nn.Module) -> Coverage:
                 continue
             sizes[id(parameter)] = parameter.numel()
             lookup = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-            added = name.endswith("bias")  # of experts they are matrices, too
-            if parameter.dim() >= 2 and not lookup and not added:
+            if parameter.dim() >= 2 and not lookup and _ADDED.search(name) is None:
                 full = f"{path}.{name}" if path else name
                 layer = stacks.get(id(parameter)) or linears.get(module)
                 why = _why_plain(owner, module, layer, name, tuple(parameter.shape))

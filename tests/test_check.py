@@ -89,6 +89,26 @@ def test_a_backward_can_run_after_it_whose_forward_ran_before(recipe):
         assert torch.equal(a, b)
 
 
+class Positions(nn.Module):
+    """Adds embeddings of positions, which are parameters, and multiplies by a matrix that is one, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.pos_embed = nn.Parameter(torch.zeros(1, 32, 64))
+        self.absolute_position_embeddings = nn.Parameter(torch.zeros(32, 64))
+        self.proj = nn.Parameter(torch.eye(64))
+
+    def forward(self, x):
+        return self.linear(x + self.pos_embed + self.absolute_position_embeddings) @ self.proj
+
+
+def test_embeddings_of_positions_are_added_and_no_problem():
+    net = ht.quantize_(Positions(), "fp8")
+    assert [matrix.name for matrix in ht.check(net, X).coverage.plain] == ["proj"]
+    assert ht.explain(net).coverage.products == pytest.approx(1 / 2)
+
+
 class Aliasing(nn.Module):
     """Writes a buffer through another one that is a view of it, and through an attribute that is none."""
 

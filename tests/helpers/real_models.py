@@ -274,7 +274,7 @@ def two_towers(kind, given):
 
 CONVOLUTIONS = (r"\.conv1d\.weight$",)
 SCANS = (*CONVOLUTIONS, r"\.A_log$")
-PATCHES = (r"^embeddings\.position_embeddings$", r"^embeddings\.patch_embeddings\.projection\.weight$")
+PATCHES = (r"^embeddings\.patch_embeddings\.projection\.weight$",)
 
 ROWS = [
     language_model("llama", "Llama"),
@@ -374,7 +374,7 @@ def of_diffusers(name, kind, inputs, plain, *, outside="", **given):
 
 ROWS += [
     of_timm(
-        "timm_vit", "vision_transformer.VisionTransformer", (r"^pos_embed$", r"^patch_embed\.proj\.weight"),
+        "timm_vit", "vision_transformer.VisionTransformer", (r"^patch_embed\.proj\.weight",),
         img_size=32, patch_size=8, depth=2, embed_dim=WIDTH, num_heads=4, num_classes=10),
     of_timm(
         "timm_convnext", "convnext.ConvNeXt", (r"^stem\.0", r"conv_dw", r"downsample\.1"),
