@@ -31,6 +31,8 @@ READERS = {
     "aten.linalg_vector_norm": lambda m, x: F.linear(x, m.own.weight * m.read.weight.norm()),
     "aten._foreach_mul": lambda m, x: F.linear(x, torch._foreach_mul([m.read.weight], 2.0)[0]),
     "a product of two weights": lambda m, x: x @ (m.read.weight @ m.own.weight),
+    "aten.mv": lambda m, x: torch.mv(m.read.weight, x[0]),
+    "aten.mul.Tensor": lambda m, x: torch.linalg.vecdot(x[:, None], m.read.weight),
 }
 OTHERS = {
     "multiplied by its parent": lambda m, x: F.linear(x, m.read.weight) + m.read.weight.norm(),
@@ -61,7 +63,8 @@ def converted(use, recipe="fp8", frozen=False):
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(
-    ("reader", "recipe"), list(zip(READERS, ["fp8", "nvfp4", "fp8_delayed", "fp8", "mxfp8"], strict=True))
+    ("reader", "recipe"),
+    list(zip(READERS, ["fp8", "nvfp4", "fp8_delayed", "fp8", "mxfp8", "fp8", "mxfp8"], strict=True)),
 )
 def test_a_weight_that_a_parent_reads(reader, recipe, frozen):
     with pytest.warns(UserWarning, match=r"layer 0\.read: its weight was read as values") as told:
