@@ -231,8 +231,8 @@ def test_errors_of_weights():
 NotImplementedError: HybridTensor: aten.t_.default is not an operation of this class; call dequantize() first,
   step a weight through hybridtensor.optim.MasterWeights, or leave out the into= or outputs_of= that made it
 NotImplementedError: HybridTensor: aten.abs.default would compute with the values of a weight that is
-  persistent, of which there are quantized faces only; multiply it by F.linear, read dequantize(), or leave
-  the layer out of quantize_ (keep_bf16)
+  persistent, of which there are quantized faces only; multiply it by F.linear, read its data, call quantize_
+  without persistent=True, or leave the layer out of quantize_ (keep_bf16)
 NotImplementedError: HybridTensor: share_memory_() cannot share a tensor of several storages; send the state
   dict, or share a model with master weights: quantize_ without persistent=True
 NotImplementedError: MasterWeight: aten._fft_r2c.default is not an operation of this class; leave the layer

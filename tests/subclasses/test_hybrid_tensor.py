@@ -153,3 +153,29 @@ def test_errors_of_faces_name_the_layer(error, cut):
     net = ht.quantize_(nn.Sequential(nn.Linear(64, 64)), "fp8_block", persistent=True)
     with pytest.raises(error, match="layer 0"):
         cut(net[0].weight)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("shape", [(64, 128), (128, 64)])
+def test_initializers_of_persistent_weights(recipe, shape):
+    layer = ht.quantize_(nn.Sequential(nn.Linear(*shape, bias=False)), recipe, persistent=True)[0]
+    nn.init.orthogonal_(layer.weight)
+    values = layer.weight.high_precision.current.double()
+    few = values if shape[0] < shape[1] else values.t()
+    torch.testing.assert_close(few.t() @ few, torch.eye(64, dtype=torch.float64), atol=1e-5, rtol=0)
+    nn.init.trunc_normal_(layer.weight.data, a=-1.0, b=1.0)
+    values = layer.weight.high_precision.current
+    assert 0.9 < values.abs().max() <= 1.0
+    made = ht.quantize_(nn.Sequential(nn.Linear(*shape, bias=False)), recipe, persistent=True)[0]
+    made.weight.detach().copy_(values)
+    assert torch.equal(made.weight.dequantize(), layer.weight.dequantize())
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8"])
+@pytest.mark.parametrize(
+    "read", [nn.utils.parametrizations.spectral_norm, lambda layer: nn.init.trunc_normal_(layer.weight)]
+)
+def test_the_error_of_reading_a_persistent_parameter_says_what_can_be_read(recipe, read):
+    layer = ht.quantize_(nn.Sequential(nn.Linear(64, 128)), recipe, persistent=True)[0]
+    with pytest.raises(NotImplementedError, match=r"layer 0: .* read its data, .* without persistent=True"):
+        read(layer)

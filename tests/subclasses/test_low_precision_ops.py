@@ -105,8 +105,9 @@ CASES = [
 
 @pytest.mark.parametrize("cls", [HybridTensor, Leaf, IdentityTensor])
 def test_every_operator_of_the_table_has_a_case_here(cls):
-    """But for those that write weights, which tests/subclasses/test_assignment.py and test_collectives have, and what
-    tests/test_exported.py and, of an embedding, tests/distributed/test_tensor_parallel.py run."""
+    """But for those that write weights, which tests/subclasses/test_assignment.py and test_collectives have, ``t_``,
+    which test_hybrid_tensor.py has, and what tests/test_exported.py and, of an embedding,
+    tests/distributed/test_tensor_parallel.py run."""
     fills = FILLS if cls is not Leaf else set()
     writes = {*operators.WRITES_OF_WEIGHTS, *operators.COLLECTIVES, aten.set_data.default}
     exported = torch.ops.hybridtensor.without_gradient.default
@@ -117,6 +118,7 @@ def test_every_operator_of_the_table_has_a_case_here(cls):
         *REFUSED,
         exported,
         aten.embedding.default,
+        aten.t_.default,
     }
     weights = writes | of_weights if cls is HybridTensor else set()
     assert set(cls.ops) == COVERED | fills | weights

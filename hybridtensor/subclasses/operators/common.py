@@ -125,7 +125,7 @@ def register_common(table: OpTable, slice_: SliceAlong[W], select: Select[W]) ->
     table.register(aten.as_strided.default)(_as_strided)
     table.register(aten.is_same_size.default)(_is_same_size)
     table.register(aten.is_set_to.default)(_is_set_to)
-    table.register(*PLAIN_LIKE)(_plain_like)
+    table.register(*PLAIN_LIKE)(plain_like)
     _register_slicing(table, slice_)
     _register_selecting(table, select)
     _register_transposing(table)
@@ -158,7 +158,7 @@ def _is_set_to(func: Func, args: Args, kwargs: Kwargs) -> bool:
     return len(first) == len(second) and all(map(func, first, second))
 
 
-def _plain_like(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+def plain_like(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Return a plain tensor: optimizer state must never be quantized by accident."""
     x = args[0]
     options = {"dtype": x.dtype, "device": x.device}

@@ -20,6 +20,7 @@ from hybridtensor.subclasses.operators.common import (
     assignable,
     bound,
     copy_inner_,
+    plain_like,
     refuse_products,
     register_common,
     values_for,
@@ -98,6 +99,16 @@ def _t(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
     return made
 
 
+@table.register(aten.t_.default)
+def _transpose_in_place(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
+    """Transpose as ``nn.init.orthogonal_`` does with what ``new_empty`` made."""
+    made: HybridTensor = args[0]
+    if not made.record.is_new:
+        table.refuse(func, args, kwargs)
+    made.become(_t(aten.t.default, args, kwargs))
+    return made
+
+
 def _turned(tensor: T) -> T:
     return tensor.transpose(-2, -1)  # type: ignore[return-value]
 
@@ -126,13 +137,15 @@ def _views(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
 
 
 @table.register(aten.new_empty.default)
-def _empty_faces(func: Func, args: Args, kwargs: Kwargs) -> HybridTensor:
+def _empty_faces(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     # Private in FSDP2: ``_chunk_with_empty`` makes the shards of ranks without rows by ``new_empty(0)``.
     if args[0].config is not None and tuple(args[1]) == (0,):
         raise ValueError(
             "fully_shard: a persistent weight has fewer rows than there are ranks, with shards "
             f"{tuple(args[0].shape)}; leave it out of quantize_, or use fewer ranks"
         )
+    if len(args[1]) == 1:  # a vector is no part of a weight
+        return plain_like(func, args, kwargs)
     made = _on_faces(args[0], lambda face: func(face, *args[1:], **kwargs))
     made.record.is_new = args[0].record.is_new + 1
     return made

@@ -175,10 +175,12 @@ def _gather(func: Func, args: Args, kwargs: Kwargs) -> object:
 
 def _refuse_values(weight: HybridTensor, func: Func) -> NoReturn:
     """Raise NotImplementedError for an operator that would compute with a weight in high precision."""
-    which = "that FSDP2 gathered" if weight.is_gathered else "that is persistent"
+    which, instead = "that is persistent", "its data, call quantize_ without persistent=True"
+    if weight.is_gathered:
+        which, instead = "that FSDP2 gathered", "dequantize()"
     raise NotImplementedError(
         f"HybridTensor{of_layers(weight)}: {func} would compute with the values of a weight {which}, of which there "
-        "are quantized faces only; multiply it by F.linear, read dequantize(), or leave the layer out of quantize_ "
+        f"are quantized faces only; multiply it by F.linear, read {instead}, or leave the layer out of quantize_ "
         "(keep_bf16)"
     )
 
