@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from hybridtensor.arguments import require_flag, require_int, require_items, require_kind
@@ -93,7 +94,7 @@ def offload_activations(
     _offloaded.append(modules)
     try:
         for block in modules[: max(0, len(modules) - keep_last)]:
-            hooks.append(block.register_forward_pre_hook(offload.enter))
+            hooks.append(block.register_forward_pre_hook(offload.enter, with_kwargs=True))
             hooks.append(block.register_forward_hook(offload.leave, always_call=True))
         yield offload.traffic
     finally:
@@ -167,7 +168,7 @@ class _Group:
     """What one call of a block saved; entries are weak, so that autograd owns the memory."""
 
     previous: _Group | None
-    # What is saved elsewhere, a number on the host for instance, stays there
+    # Of its parameters, or else inputs. What is saved elsewhere, a number on the host for instance, stays there
     devices: set[torch.device]
     held: set[int]
     memories: list[weakref.ref[_Memory]] = field(default_factory=list)
@@ -205,14 +206,16 @@ class _Offload:
     # -- forward
 
     @_not_traced
-    def enter(self, block: nn.Module, args: object) -> None:
+    def enter(self, block: nn.Module, args: object, kwargs: object) -> None:
         if saved_tensors_hooks(False) != self.outside:
             # A checkpoint around the block counts what it saves, and again when it runs the block in backward,
             # where these hooks may be gone
             self.open.append(None)
             return
         # FSDP2 gives the memory of gathered parameters back before ``leave`` could look at them
-        group = _Group(self.last, {p.device for p in block.parameters()}, _addresses(block))
+        there = [*block.parameters()] or tree_leaves((args, kwargs))
+        devices = {tensor.device for tensor in there if isinstance(tensor, Tensor)}
+        group = _Group(self.last, devices, _addresses(block))
         hooks = torch.autograd.graph.saved_tensors_hooks(
             functools.partial(self.pack, group), self.unpack
         )

@@ -92,6 +92,27 @@ def test_low_precision_bytes_travel_once(persistent, device):
     assert moved["mxfp8"] == BLOCKS * (values + values // 32)
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_blocks_without_parameters_offload_what_is_where_their_inputs_are(by_name, device):
+    class Gate(nn.Module):
+        def forward(self, x):
+            return x * x.sigmoid()
+
+    blocks = [Gate() for _ in range(3)]
+    x = random_tensor(TOKENS, WIDTH, device=device).requires_grad_()
+    expected = x
+    for block in blocks:
+        expected = block(expected)
+    (grad,) = torch.autograd.grad(expected.sum(), x)
+    with offload_activations(blocks, keep_last=1) as traffic:
+        out = x
+        for block in blocks:
+            out = block(x=out) if by_name else block(out)
+    out.sum().backward()
+    assert torch.equal(x.grad, grad)
+    assert traffic.to_host == 2 * 2 * x.nbytes  # of two blocks input and sigmoid
+
+
 def test_a_tensor_that_all_blocks_save_travels_once(device):
     class Scaled(nn.Module):
         def __init__(self):
