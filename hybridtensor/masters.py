@@ -83,6 +83,20 @@ def warn_of_rounded(parameters: Iterable[Tensor]) -> None:
         part.high_precision.rounded = False  # it says so once, also of those that are not stepped
 
 
+def warn_of_lost(who: str, weights: Iterable[Tensor]) -> None:
+    """Warn that ``who`` gives what faces hold of persistent weights whose values an optimizer had that is gone."""
+    parts = [part for weight in weights if isinstance(part := local(weight), HybridTensor)]
+    lost = [part for part in parts if part.high_precision.lost]
+    if lost:
+        warnings.warn(
+            f"{who}: the values in high precision of persistent weights{of_layers(lost)} are gone with their "
+            "optimizer, or were left in what was copied; what the faces hold takes their place. Call it on the model "
+            "that hybridtensor.optim.MasterWeights steps, while that lives",
+            UserWarning,
+            stacklevel=level_of_caller(),
+        )
+
+
 def raising_everywhere(closure: Callable[[], T], parameters: Iterable[Tensor]) -> Callable[[], T]:
     """Wrap a closure so that an error of one rank is raised on all that hold parts of the parameters.
 

@@ -12,7 +12,7 @@ from hybridtensor.distributed.fsdp.hooks import part_of
 from hybridtensor.distributed.fsdp.torch_compat import all_params
 from hybridtensor.dtensor import local, with_local
 from hybridtensor.linear import layer_forward, sharing
-from hybridtensor.masters import high_precision_values
+from hybridtensor.masters import high_precision_values, warn_of_lost
 from hybridtensor.selection import forget_left_alone
 from hybridtensor.state import LayerState, weight_of_state
 from hybridtensor.state_dicts import drop_hooks
@@ -31,7 +31,8 @@ def plain_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     The parameter objects stay the same, so that optimizers, tied weights and your hooks keep working. The exception is
     ``optim.MasterWeights`` of persistent weights: create a new optimizer for the plain parameters. Master weights keep
     their memory. Persistent weights become high-precision values: an optimizer's master, the original, or else the
-    dequantized faces. State of quantizers and this library's hooks are removed.
+    dequantized faces, with a warning if an optimizer had values. State of quantizers and this library's hooks are
+    removed.
 
     Args:
         model: A model; parts that are not converted do not change.
@@ -58,6 +59,7 @@ def plain_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
                 "load plain_state_dict(model) into a plain model"
             )
         _check_gradient(name, parameter, dtype or parameter.dtype)
+    warn_of_lost("plain_", converted.values())
     # All values before the first swap: an error, such as too little memory, leaves the model as it is.
     made = []
     with torch.inference_mode(False):  # parameters may be trained later
@@ -95,13 +97,17 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
     Returns:
         Names to tensors. Master weights share their memory; persistent weights give the
         high-precision values that there are (an optimizer's master, or the original), or else
-        what their faces hold, in the dtype of the parameter. Of a weight that FSDP2 shards, DTensors.
+        what their faces hold, with a warning if an optimizer had values, in the dtype of the
+        parameter. Of a weight that FSDP2 shards, DTensors.
 
     Raises:
         TypeError: If ``model`` is not a module.
     """
     require_module("plain_state_dict", model)
     state = model.state_dict()
+    warn_of_lost(
+        "plain_state_dict", (value for value in state.values() if isinstance(value, Tensor))
+    )
     return {name: _plain(value) for name, value in state.items() if weight_of_state(name) is None}
 
 

@@ -656,7 +656,15 @@ def test_what_is_written_after_the_masters_are_gone_is_kept_whole(gone, way, dev
     assert torch.equal(*masters)
 
 
-@pytest.mark.parametrize("gone", ["optimizer", "copied"])
+GONE = {
+    "optimizer": lambda model: model,
+    "copied": copy.deepcopy,
+    "pickled": lambda model: pickle.loads(pickle.dumps(model)),
+    "copied twice": lambda model: copy.deepcopy(pickle.loads(pickle.dumps(model))),
+}
+
+
+@pytest.mark.parametrize("gone", GONE)
 @pytest.mark.parametrize("then", ["step", "recipe", "write", "load", "in time"])
 def test_masters_that_begin_with_faces_for_want_of_their_values_warn(gone, then, device):
     """Values that were there before are rounded, unless others take their place."""
@@ -667,7 +675,7 @@ def test_masters_that_begin_with_faces_for_want_of_their_values_warn(gone, then,
     if then == "in time":
         optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
     else:
-        model = copy.deepcopy(model) if gone == "copied" else model
+        model = GONE[gone](model)
         del former
         gc.collect()
         if then == "write":
@@ -682,6 +690,65 @@ def test_masters_that_begin_with_faces_for_want_of_their_values_warn(gone, then,
         stand(model, optimizer)
     stand(model, optimizer)  # says it once
     assert same(list(optimizer.masters().values()), masters) == (then in ("load", "in time"))
+
+
+@pytest.mark.parametrize("gone", GONE)
+@pytest.mark.parametrize("call", [ht.plain_state_dict, lambda model: ht.plain_(model).state_dict()])
+def test_plain_values_that_are_gone_warn(gone, call):
+    model = persistent("fp8")
+    former = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+    stand(model, former)
+    if gone != "optimizer":  # while the masters live
+        model = GONE[gone](model)
+    faces = model[0].weight.dequantize()
+    del former
+    gc.collect()
+    with pytest.warns(UserWarning, match="plain.*: .* layer 0 are gone") as told:
+        assert torch.equal(call(model)["0.weight"], faces)
+    assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize("gone", GONE)
+def test_parts_that_are_written_after_the_masters_are_gone_warn(gone):
+    """Of the rest there are no values to hold theirs beside."""
+    model = persistent("mxfp8", width=64)
+    former = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+    model = GONE[gone](model)
+    del former
+    gc.collect()
+    model[0].weight.detach()[:32] = torch.randn(32, 64)
+    with pytest.warns(UserWarning, match="layer 0 are gone"):
+        ht.plain_state_dict(model)
+    optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="layer 0, .*rounded"):
+        stand(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "gone", ["never trained", "held", "written", "loaded", "for inference", "of a pickle with its"]
+)
+def test_plain_values_that_are_there_do_not_warn(gone):
+    model = persistent("fp8")
+    if gone != "never trained":
+        optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+        stand(model, optimizer)
+    if gone == "written":
+        del optimizer
+        model[0].weight.detach().copy_(torch.ones(32, 32))
+    elif gone == "loaded":
+        other = persistent("fp8")
+        other.load_state_dict(ht.plain_state_dict(model))
+        model = other
+    elif gone == "for inference":
+        model = pickle.loads(pickle.dumps(model)).eval()
+        model[0](torch.randn(4, 32))
+        return
+    elif gone == "of a pickle with its":
+        model, optimizer = pickle.loads(pickle.dumps((model, optimizer)))
+    state = ht.plain_state_dict(model)  # warnings are errors here
+    if gone != "never trained" and gone != "written":
+        assert torch.equal(state["0.weight"], model[0].weight.high_precision.current)
+    ht.mismatch(model, torch.randn(4, 32)) if gone == "held" else ht.plain_(model)
 
 
 @pytest.mark.parametrize("written", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -158,7 +159,9 @@ def mismatch(
         with restored(model, batch):  # the engine begins with the same buffers and random numbers
             ran, trained = _recorded(model, batch, found)
         # With NaN as converted weights: what the engine's mode does not multiply shows.
-        engine = plain_(copy.deepcopy(model))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "plain_: ")  # that a copy has no masters
+            engine = plain_(copy.deepcopy(model))
         if tensors is not None:
             _put_plain(engine, known, {one.name for one in found})
         weights = {one.name: engine_weight(_WHO, one, known, activation) for one in found}

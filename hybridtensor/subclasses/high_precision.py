@@ -47,6 +47,7 @@ class HighPrecisionValues:
         original: Tensor that the weight was made from; it may be aliased.
         follows: Whether the faces are those that quantizing the values gives.
         owned: Whether the tensor has values of its own; see ``no_optimizer_saves``.
+        stepped: Whether an optimizer had the values, of this or of what it is a copy of; see ``lost``.
 
     Attributes:
         original: The same, until an optimizer takes it; or None.
@@ -63,6 +64,7 @@ class HighPrecisionValues:
         "_former",
         "_master",
         "_owned",
+        "_stepped",
         "follows",
         "loaded",
         "original",
@@ -70,9 +72,13 @@ class HighPrecisionValues:
     )
 
     def __init__(
-        self, original: Tensor | None = None, follows: bool = False, owned: bool = False
+        self,
+        original: Tensor | None = None,
+        follows: bool = False,
+        owned: bool = False,
+        stepped: bool = False,
     ) -> None:
-        self.original, self.follows, self._owned = original, follows, owned
+        self.original, self.follows, self._owned, self._stepped = original, follows, owned, stepped
         self.loaded = self.rounded = False
         self._master: weakref.ref[Tensor] | None = None
         # The master of what this was copied from, and its version then, until a write
@@ -97,7 +103,7 @@ class HighPrecisionValues:
     @property
     def lost(self) -> bool:
         """Whether there were values, of an optimizer that is gone or of what this was copied from."""
-        return self.current is None and (self._master or self._former) is not None
+        return self.current is None and self._stepped
 
     # -- others like it
 
@@ -110,7 +116,7 @@ class HighPrecisionValues:
         made = HighPrecisionValues(None if original is None else copy(original))
         made._owned = True
         if same:
-            master = self.master
+            master, made._stepped = self.master, self._stepped
             made._former = (
                 self._former if master is None else (weakref.ref(master), version_of(master))
             )
@@ -124,16 +130,11 @@ class HighPrecisionValues:
 
     def moved(self) -> HighPrecisionValues:
         """Return the values for a weight with new faces; aliases of the old faces have none."""
-        made = HighPrecisionValues(self.original, self.follows)
-        made._owned, made._master, made._former, made.loaded, made.rounded = (
-            self._owned,
-            self._master,
-            self._former,
-            self.loaded,
-            self.rounded,
-        )
+        made = HighPrecisionValues(self.original, self.follows, self._owned, self._stepped)
+        made._master, made._former = self._master, self._former
+        made.loaded, made.rounded = self.loaded, self.rounded
         self.original = self._master = self._former = None
-        self.follows = False
+        self.follows = self._stepped = False
         made.register()
         return made
 
@@ -159,17 +160,17 @@ class HighPrecisionValues:
         made._owned = self._owned
         return made
 
-    def __reduce__(self) -> tuple[type[HighPrecisionValues], tuple[Tensor | None, bool, bool]]:
+    def __reduce__(self) -> tuple[type[HighPrecisionValues], tuple[Tensor | bool | None, ...]]:
         # Without the master: the optimizer that owns it is pickled by itself, and gives it again.
         follows = self.follows and self.original is not None
-        return HighPrecisionValues, (self.original, follows, self._owned)
+        return HighPrecisionValues, (self.original, follows, self._owned, self._stepped)
 
     # -- optimizers
 
     def set_master(self, master: Tensor, *, follows: bool, loaded: bool = False) -> None:
         """Let ``master`` hold the values while its optimizer lives, and release the original."""
         self.release_original()
-        self._master, self._former = weakref.ref(master), None
+        self._master, self._former, self._stepped = weakref.ref(master), None, True
         self.follows, self.loaded, self.rounded = follows, loaded, False
         self.register()
 
@@ -260,7 +261,7 @@ class HighPrecisionValues:
         if master is not None:
             increment_version(master)  # below the weight's dispatch autograd does not see writes
         elif view is whole:
-            self._master = None
+            self._master, self._stepped = None, False
         self._former = None
         self.follows = follows and mine is not None and (view is whole or self.follows)
 
