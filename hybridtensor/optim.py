@@ -109,9 +109,10 @@ class MasterWeights(torch.optim.Optimizer):
         """Let new masters hold the values of parameters, which free their originals: once the optimizer is made."""
         for parameter, master in pairs:
             part = persistent_part(parameter)
-            known, lost = part.high_precision, part.high_precision.lost
+            known = part.high_precision
+            rounded = known.lost or known.rounded
             set_master(parameter, master, follows=known.follows)
-            part.high_precision.rounded = lost
+            part.high_precision.rounded = rounded
 
     @property
     def state(self) -> defaultdict[Tensor, StateDict]:

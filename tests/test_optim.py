@@ -656,6 +656,13 @@ def test_what_is_written_after_the_masters_are_gone_is_kept_whole(gone, way, dev
     assert torch.equal(*masters)
 
 
+def loaded(model):
+    """Return a new model with the state dict that a file has of another one."""
+    made = persistent("fp8", seed=1)
+    made.load_state_dict(pickle.loads(pickle.dumps(model.state_dict())))
+    return made
+
+
 GONE = {
     "optimizer": lambda model: model,
     "copied": copy.deepcopy,
@@ -664,7 +671,7 @@ GONE = {
 }
 
 
-@pytest.mark.parametrize("gone", GONE)
+@pytest.mark.parametrize("gone", [*GONE, "loaded"])
 @pytest.mark.parametrize("then", ["step", "recipe", "write", "load", "in time"])
 def test_masters_that_begin_with_faces_for_want_of_their_values_warn(gone, then, device):
     """Values that were there before are rounded, unless others take their place."""
@@ -675,7 +682,7 @@ def test_masters_that_begin_with_faces_for_want_of_their_values_warn(gone, then,
     if then == "in time":
         optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
     else:
-        model = GONE[gone](model)
+        model = {**GONE, "loaded": loaded}[gone](model)
         del former
         gc.collect()
         if then == "write":

@@ -33,7 +33,8 @@ class HighPrecisionValues:
     an optimizer made     none                its own    as before           no
     its step              none                as before  yes                 no
     values are written    the values          the same   yes                 no, if all of them
-    faces are written     dequantized faces   the same   no                  with a master
+    faces are written     dequantized faces   the same   no                  with a master, or
+                                                                             if theirs are lost
     clone, deep copy      a copy of it        none       with an original    no
     pickle                as before           none       with an original    no
     new faces, as of      goes along          goes       goes along          goes along
@@ -54,7 +55,8 @@ class HighPrecisionValues:
         follows: Whether the faces are those that quantizing the values gives.
         loaded: Whether the master was loaded and not stepped since: faces that are loaded too are those it gave.
         rounded: Whether faces alone, as copies of the weight hold, were written into the master since its last step, or
-            are what it began with although there had been values.
+            are what it began with although there had been values; without a master, whether faces were written whose
+            values are lost.
     """
 
     # This object learns of every write. Version counters, compared at the next step, would say that there was a
@@ -215,9 +217,10 @@ class HighPrecisionValues:
         *,
         known: tuple[Tensor, bool] | None = None,
         unchanged: bool = False,
+        lost: bool = False,
     ) -> None:
         """Record that other faces were copied into ``view``; ``known`` are their values and whether the faces follow
-        from them."""
+        from them, or their values are ``lost``."""
         if self.loaded:  # with the master: the same faces, or those that do not follow from it
             if unchanged:
                 return
@@ -230,7 +233,7 @@ class HighPrecisionValues:
             self._take(None, view, follows=False)
         else:
             self._take(dequantize(), view, follows=False)
-            self.rounded = self._master is not None
+            self.rounded = self._master is not None or lost
 
     def mark_loaded(self) -> None:
         """Record that faces and master were loaded, in either order."""
@@ -242,7 +245,7 @@ class HighPrecisionValues:
         if self.current is None and values is not None and view is whole:
             # Known again: of a copy, or of a weight whose optimizer is gone
             values = self.original = values.clone()
-            self._owned = True
+            self._owned, self.rounded = True, False
         current = self.current
         mine = None if current is None else view(current)
         if (

@@ -175,7 +175,13 @@ def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         mark_overwritten(dst)
         values = src.known_values
         known = None if values is None else (values, src.high_precision.follows)
-        dst.high_precision.mark_copied(src.dequantize, dst.taken, known=known, unchanged=unchanged)
+        dst.high_precision.mark_copied(
+            src.dequantize,
+            dst.taken,
+            known=known,
+            unchanged=unchanged,
+            lost=src.high_precision.lost,
+        )
         return dst
     values = src.dequantize() if isinstance(src, WrapperTensor) else src
     return requantize_(dst, values.to(dst.device).expand(dst.shape))
