@@ -32,6 +32,7 @@ READERS = {
     "aten._foreach_mul": lambda m, x: F.linear(x, torch._foreach_mul([m.read.weight], 2.0)[0]),
     "a product of two weights": lambda m, x: x @ (m.read.weight @ m.own.weight),
     "aten.mv": lambda m, x: torch.mv(m.read.weight, x[0]),
+    "aten.dot": lambda m, x: torch.dot(x[0], m.read.weight[0]),
     "aten.mul.Tensor": lambda m, x: torch.linalg.vecdot(x[:, None], m.read.weight),
 }
 OTHERS = {
@@ -39,6 +40,7 @@ OTHERS = {
     "multiplied without a gradient": lambda m, x: m.read(X) * m.read.weight.norm() * x,
     "not used": lambda m, x: x,
     "detached": lambda m, x: x + m.read.weight.detach().norm(),
+    "a view of what was detached": lambda m, x: x + m.read.weight.detach()[0].norm() + m.read.weight.data.t().norm(),
     "read without gradients": lambda m, x: x + torch.no_grad()(lambda: m.read.weight.norm())(),
     "asked for its shape": lambda m, x: x + torch.zeros_like(m.read.weight)[0],
     "an embedding": lambda m, x: x + F.embedding(torch.tensor([1]), m.read.weight),
@@ -64,7 +66,7 @@ def converted(use, recipe="fp8", frozen=False):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(
     ("reader", "recipe"),
-    list(zip(READERS, ["fp8", "nvfp4", "fp8_delayed", "fp8", "mxfp8", "fp8", "mxfp8"], strict=True)),
+    list(zip(READERS, ["fp8", "nvfp4", "fp8_delayed", "fp8", "mxfp8", "fp8", "mxfp8", "nvfp4"], strict=True)),
 )
 def test_a_weight_that_a_parent_reads(reader, recipe, frozen):
     with pytest.warns(UserWarning, match=r"layer 0\.read: its weight was read as values") as told:

@@ -118,6 +118,7 @@ def observe_read(weight: Any, reader: object, *, in_training: bool = False) -> N
             in_training
             or weight.requires_grad
             or isinstance(weight, nn.Parameter)
+            or isinstance(weight._base, nn.Parameter)  # a view of a frozen one
             or weight.record.section
         )
         and not any(name in str(reader) for name in NO_VALUES)
