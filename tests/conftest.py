@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tiers
 import torch
-from processes import seed_the_cpu_only, seldom_collect_garbage
+from processes import compile_without_measuring, seed_the_cpu_only, seldom_collect_garbage
 
 # Where tests share what takes long to start or compile: each in one worker; of a folder, each file, if there are many
 TOGETHER = (
@@ -73,6 +73,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     seldom_collect_garbage()
     seed_the_cpu_only()
+    compile_without_measuring()
     torch.set_num_threads(1 if hasattr(config, "workerinput") else 2)
     if hasattr(config, "workerinput"):  # what workers start has as few: more wait for each other, and spin meanwhile
         os.environ.setdefault("OMP_NUM_THREADS", "1")

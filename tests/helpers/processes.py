@@ -42,6 +42,13 @@ def seed_the_cpu_only():
             devices.manual_seed_all = lambda seed: None
 
 
+def compile_without_measuring():
+    """Without a GPU: after each frame Dynamo empties the CPU's caches to time its guards, and collects garbage."""
+    if not torch.cuda.is_available():
+        torch._dynamo.config.run_gc_after_compile = False
+        torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+
+
 def call(function, *args):
     """Return what a function of a test module, or of a helper, returns in a new process."""
     with context_for("cuda" if torch.cuda.is_available() else "cpu").Pool(1) as pool:
@@ -71,6 +78,7 @@ def join(rank, size, store, device):
     """Join the group as a rank; what is made without naming a device is on this rank's own."""
     torch.set_num_threads(1)
     seed_the_cpu_only()
+    compile_without_measuring()
     torch.manual_seed(0)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=r"`torch\.jit", category=DeprecationWarning)  # torch's own, of Inductor
