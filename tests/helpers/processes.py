@@ -74,11 +74,26 @@ def check_devices(device, size):
         pytest.skip(f"needs {size} CUDA devices")
 
 
+def share_connections():
+    """Let the groups of this process have their connections in common: each has a thread for its own ones, which polls
+    a hundred times a second.
+    """
+    begin, connections = dist.ProcessGroupGloo.__init__, dist.ProcessGroupGloo.create_default_device()
+
+    def begin_with_these(self, store, rank, size, timeout):
+        options = self._Options()
+        options._devices, options._timeout = [connections], timeout
+        begin(self, store, rank, size, options)
+
+    dist.ProcessGroupGloo.__init__ = begin_with_these
+
+
 def join(rank, size, store, device):
     """Join the group as a rank; what is made without naming a device is on this rank's own."""
     torch.set_num_threads(1)
     seed_the_cpu_only()
     compile_without_measuring()
+    share_connections()
     torch.manual_seed(0)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=r"`torch\.jit", category=DeprecationWarning)  # torch's own, of Inductor
