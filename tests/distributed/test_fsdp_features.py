@@ -653,7 +653,7 @@ def compiled(rank, recipes, backend):
         for i, block in enumerate(model):
             model[i] = fully_shard(torch.compile(block, backend=backend, fullgraph=True), mesh=mesh_of(rank, 2))
         fully_shard(model, mesh=mesh_of(rank, 2))
-        train(rank, model, twin)
+        train(rank, model, twin, grad_input=True)
         torch._dynamo.reset()
 
 
@@ -669,7 +669,7 @@ def compiled_with_values_in_backward(rank, recipes):
             block.compile(backend="aot_eager", fullgraph=True)
         shard(model, mesh_of(rank, 2))
         with torch.autocast(here(), torch.bfloat16, enabled=autocast):
-            train(rank, model, twin)
+            train(rank, model, twin, grad_input=True)
         torch._dynamo.reset()
 
 
@@ -812,7 +812,7 @@ def hooks_of_graphs(rank, recipe, persistent, reshard):
             fully_shard(block, mesh=mesh_of(rank, 2), reshard_after_forward=reshard)
         results = []
         for step in range(3):
-            model(batch(step)).square().mean().backward()
+            model(batch(step).requires_grad_()).square().mean().backward()
             results += [whole(p.grad).clone() for p in model.parameters()]
             model.zero_grad()
             ht.step_(model)
