@@ -18,6 +18,7 @@ from hybridtensor.ops.references.hadamard import rotate
 from hybridtensor.ops.references.philox import uniform16
 
 _E2M1_SIGN = 8
+_EXPONENT, _EXPONENT_OF_1 = 0xFF << 23, 127 << 23
 _LENGTH = 16  # of a block
 
 
@@ -30,12 +31,14 @@ def e2m1_encode(x: Tensor, uniform: Tensor | None = None) -> Tensor:
             that keeps the mean. ``None`` rounds to nearest, ties to even.
     """
     magnitude = x.abs().clamp_(max=E2M1_MAX)
-    # Steps are 0.5 wide below 2, 1 below 4, and 2 above. ``torch.where`` would take five times as long on a CPU.
-    from_2, from_4 = (magnitude >= 2).float(), (magnitude >= 4).float()
-    units = magnitude * (2 - from_2 - 0.5 * from_4)
-    codes = units.round() if uniform is None else (units + uniform).floor()
-    codes += 2 * (from_2 + from_4)
-    return codes.to(torch.uint8) | (x.signbit().to(torch.uint8) * _E2M1_SIGN)
+    # Steps are half of the power of two below the magnitude: of 1, 2 or 4. Bits of fp32 tell it, which on a CPU takes
+    # half as long as comparisons.
+    power = (magnitude.view(torch.int32) & _EXPONENT).clamp_(min=_EXPONENT_OF_1)
+    units = (magnitude / power.view(torch.float32)).mul_(2)
+    units = units.round_() if uniform is None else (units + uniform).floor_()
+    codes = units.to(torch.int32).add_((power - _EXPONENT_OF_1) >> 22)
+    sign = (x.view(torch.int32) >> 28).bitwise_and_(_E2M1_SIGN)
+    return codes.bitwise_or_(sign).to(torch.uint8)
 
 
 def e2m1_decode(codes: Tensor) -> Tensor:
