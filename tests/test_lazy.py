@@ -178,10 +178,12 @@ def test_each_first_use_imports_everything_and_others_little(files):
     light = {use: program for use, program in OTHER_USES.items() if LIGHT in program}
     alone = {use: program for use, program in {**OTHER_USES, **first}.items() if use in ALONE}
     rest = {use: program for use, program in first.items() if use not in ALONE}
-    stages = [("", TORCHAO_FIRST), (BEGIN, light), (OF_TORCH, alone), ("import torchao", rest)]
+    once = f"sys.pycache_prefix, sys.dont_write_bytecode = {str(files / 'compiled')!r}, False"  # a file is compiled
+    stages = [("", TORCHAO_FIRST), (BEGIN, light), (f"{OF_TORCH}; {once}", alone), ("import torchao", rest)]
     assert light.keys() | alone.keys() == OTHER_USES.keys() | ALONE
     forking = f"""
-import os, sys, torch, traceback, warnings
+import gc, os, sys, torch, traceback, warnings
+gc.disable()  # which looks through all that torch has imported, in each process again
 warnings.simplefilter("ignore", DeprecationWarning)  # of forking, which is what this does
 warnings.simplefilter("ignore", SyntaxWarning)  # torchao's own
 for beginning, uses in {stages!r}:

@@ -104,12 +104,12 @@ def test_half_of_a_surrogate_pair_is_shown():
 
 
 def test_names_are_whole_and_tables_fit_on_a_screen(monkeypatch):
-    """Of 224 layers with names as models have them; the smallest screen has 80 columns."""
+    """Of 77 layers with names as models have them; the smallest screen has 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
              "mlp.up_proj", "mlp.down_proj")  # fmt: skip
     model = nn.Module()
-    model.layers = nn.ModuleList(nn.ModuleDict({"self_attn": nn.Module(), "mlp": nn.Module()}) for _ in range(32))
+    model.layers = nn.ModuleList(nn.ModuleDict({"self_attn": nn.Module(), "mlp": nn.Module()}) for _ in range(11))
     for layer in model.layers:
         for name in names:
             layer.set_submodule(name, nn.Linear(32, 32, bias=False))

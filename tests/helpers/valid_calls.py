@@ -1,6 +1,7 @@
 """A valid call of every public callable, with the kinds of arguments that it takes; see ``wrong_use``."""
 
 import datetime
+import functools
 import tempfile
 import types
 import warnings
@@ -96,7 +97,9 @@ def _total(model, batch):
     return model(batch).sum()
 
 
+@functools.cache
 def recording():
+    """Return one recording, which nobody writes to."""
     model = linear()
     with ht.watch(model, every=1) as watched:
         model(torch.ones(4, 32)).sum().backward()
@@ -244,7 +247,7 @@ ROWS = {
     ),
     "report": row(
         ht.report, {"path": "text", "beside": "None"},
-        watched=recording, path=lambda: fresh() + ".html", beside=recording,
+        watched=recording(), path=lambda: fresh() + ".html", beside=recording(),
     ),
     "advise": row(
         lambda model, batches, **options: ht.advise(model, batches, **options),
