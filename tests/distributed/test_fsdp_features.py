@@ -437,7 +437,7 @@ def prefetched_without_a_forward_that_follows(rank, recipes):
             shard(model, mesh_of(rank, 2))
             for block, following in zip(model, [*model[1:], model[0]], strict=True):
                 block.set_modules_to_forward_prefetch([following])
-            train(rank, model, twin)
+            train(rank, model, twin, grad_input=True)
             torch._dynamo.reset()
             every = [shard_of(find(layer, local(layer.weight)).sharded) for layer in layers(model)]
             assert not any(one._recomputed for one in every)

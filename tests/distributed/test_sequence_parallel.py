@@ -463,7 +463,7 @@ class Residual(nn.Module):
 def under_fsdp(rank, recipe):
     """FSDP2 over the cut layers, and compiled blocks: the losses of the model that is only cut, bit for bit."""
     mesh = init_device_mesh(here(), (2, 2), mesh_dim_names=("dp", "tp"))
-    x = data(1, 128, 64, dtype=torch.float32).chunk(4)[rank]
+    x = data(1, 128, 64, dtype=torch.float32).chunk(4)[rank].clone().requires_grad_()
     plan = {name.replace("0", "inner"): style for name, style in styles(our_styles, 0).items()}
     losses = {}
     for how in ("cut", "sharded", "layers", "compiled"):
