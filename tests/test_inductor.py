@@ -172,14 +172,14 @@ def test_casts_write_into_memory_of_the_graph(recipe, device):
 @pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed"])
 def test_graphs_of_several_devices_allocate_in_casts(recipe, device, monkeypatch):
     """Inductor would allocate on the device that is current; a second one is pretended here."""
-    expected = train(recipe, device, "aot_eager", steps=1)
+    expected = train(recipe, device, "aot_eager", steps=1, grad=True)
     seen = torch._inductor.graph.GraphLowering.add_device_info
     monkeypatch.setattr(
         torch._inductor.graph.GraphLowering,
         "add_device_info",
         lambda self, device: (seen(self, device), self.device_idxs.update((0, 1)))[0],
     )
-    found, codes = written(functools.partial(train, recipe, device, "inductor", steps=1))
+    found, codes = written(functools.partial(train, recipe, device, "inductor", steps=1, grad=True))
     for got, want in zip(found, expected, strict=True):
         assert torch.equal(got, want)
     assert all(calls(code, "quantize") for code in codes)
