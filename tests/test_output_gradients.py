@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import covered
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
@@ -92,9 +93,9 @@ def assert_same(one, other):
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["two", "packed"])
-@pytest.mark.parametrize("shape", [(48, 64), (2, 12, 64), (2, 3, 7, 64)], ids=str)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    ("spec", "shape", "packed"), covered([*SPECS], [(48, 64), (2, 12, 64), (2, 3, 7, 64)], [False, True]), ids=str
+)
 def test_bits_are_those_of_layers_that_quantize_themselves(spec, shape, packed, device, handed):
     told, values, torchs = models(spec, device, "told", "values", "torch", packed=packed)
     for seed in range(3):  # delayed scales go on

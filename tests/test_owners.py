@@ -205,9 +205,10 @@ class Reader(nn.Module):
         return self.multiply(torch.tanh(self.multiply(x, self.first.weight)), self.second.weight)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("multiply", [nn.functional.linear, lambda x, w: x @ w.t()], ids=["linear", "matmul"])
-@pytest.mark.parametrize("move", [swap, exchange, give_a_copy])
+@pytest.mark.parametrize(
+    ("move", "multiply", "compiled"),
+    covered([swap, exchange, give_a_copy], [nn.functional.linear, lambda x, w: x @ w.t()], [False, True]),
+)
 def test_weights_that_moved_between_layers_whose_module_multiplies(move, multiply, compiled, fresh_compiler):
     def new():
         torch.manual_seed(0)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from casting import cast_of, request_of
 from kernels import require_kernels
+from tiers import covered
 
 from hybridtensor import ops
 from hybridtensor.ops import CastInputs, Hint
@@ -83,9 +84,9 @@ def test_the_faces_are_those_of_the_matrix(row, column, way, kind, device):
     check(MADE[kind](device), request_of(kept, column.for_columnwise(), source))
 
 
-@pytest.mark.parametrize("kind", MADE)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", ["ragged", "rows apart", "no whole vectors", "one row"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "layout"), covered([*MADE], DTYPES, ["ragged", "rows apart", "no whole vectors", "one row"])
+)
 def test_layouts(kind, dtype, layout, device):
     shape = {"ragged": (37, 160, 0), "rows apart": (32, 64, 64), "no whole vectors": (32, 64, 3), "one row": (1, 64, 0)}
     rows, columns, apart = shape[layout]

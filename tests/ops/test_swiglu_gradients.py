@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from kernels import require_kernels
+from tiers import covered
 
 from hybridtensor.formats import get_format
 from hybridtensor.ops import Cast, CastInputs, CastRequest
@@ -60,10 +61,10 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("asked", REQUESTS)
-@pytest.mark.parametrize("packed", [False, True], ids=["two", "packed"])
-@pytest.mark.parametrize("rows", [64, 37])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("asked", "packed", "rows", "dtype"),
+    covered([*REQUESTS], [False, True], [64, 37], [torch.bfloat16, torch.float16, torch.float32]),
+)
 def test_faces_are_those_of_stored_gradients(asked, packed, rows, dtype, device):
     asked = REQUESTS[asked]
     assert scales_are_known(asked)
