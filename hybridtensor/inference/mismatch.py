@@ -158,19 +158,25 @@ def mismatch(
     with evaluating(model), restored(model, batch):
         with restored(model, batch):  # the engine begins with the same buffers and random numbers
             ran, trained = _recorded(model, batch, found)
-        # With NaN as converted weights: what the engine's mode does not multiply shows.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "plain_: ")  # that a copy has no masters
-            engine = plain_(copy.deepcopy(model))
+        engine = _plain_copy(model)
         if tensors is not None:
             _put_plain(engine, known, {one.name for one in found})
         weights = {one.name: engine_weight(_WHO, one, known, activation) for one in found}
+        # With NaN as converted weights: what the engine's mode does not multiply shows.
         mode = put_weights(engine, weights)
         modules = [(engine.get_submodule(name), calls, some) for name, calls, some in ran]
         layers = [_compared(module, mode, calls, some, weights) for module, calls, some in modules]
         with mode:
             got = _called(engine, batch)
     return Mismatch(tuple(layers), *_of_logits(_logits(trained), _logits(got), seed))
+
+
+def _plain_copy(model: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "plain_: "
+        )  # that a copy has no masters: an engine gets other weights
+        return plain_(copy.deepcopy(model))
 
 
 def _exported(model: nn.Module, layout: str, static_inputs: bool) -> Iterable[tuple[str, Tensor]]:

@@ -210,11 +210,13 @@ def _reading_by_state(
 def _backward_has(input: Tensor, x: Tensor, config: HybridConfig, context: Context) -> bool:
     """Return whether backward saves an input anyway; in eager code never under saved-tensor hooks, which would pack
     it twice."""
+    if input.grad_fn is None or config.keep_faces == "always":
+        return False
     # In a graph nothing writes the state before backward (torch raises), so that scales in it are still those of
     # forward.
     traced = not context.direct and is_traced()
     node = _behind(input.grad_fn, _PASSED_IN_GRAPHS if traced else _VIEWS)
-    if node is None or config.keep_faces == "always":
+    if node is None:
         return False
     # Under autocast ``x`` is a copy of ``input``, which attention does not keep.
     of_attention = node.name().startswith(_ATTENTION)
