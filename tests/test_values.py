@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
 from hybridtensor import ops
+from hybridtensor.ops.captures import stream_of
 from hybridtensor.ops.scaled_mm import multiplies_values
 from hybridtensor.quantizers import Quantizer
 from hybridtensor.subclasses.face_cache import ForwardUse
@@ -169,7 +170,8 @@ def test_the_next_forward_s_face_has_elements(device):
     weight = net[0].weight
     expected = weight.forward_face()
     stamp = weight.stamp(weight.dtype)
-    row = weight.faces_in_eager_code(stamp, weight.context, forward=ForwardUse(True, False), columnwise=False).row
+    use = ForwardUse(True, False)
+    row = weight.faces_in_eager_code(stamp, stream_of(weight.plain), weight.context, forward=use, columnwise=False).row
     assert (row.format.values_of is not None) == emulates(device)
     made = weight.forward_face()
     assert made.format is expected.format

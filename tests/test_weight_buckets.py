@@ -219,7 +219,7 @@ def test_a_weight_that_a_step_did_not_use_is_not_made_ready_again(casts):
 def stream(monkeypatch):
     """Stand in for the current CUDA stream."""
     current = [0]
-    for module in (weight_buckets, master_tensor, quantized_when_used):
+    for module in (weight_buckets, weight_operands, master_tensor, quantized_when_used):
         monkeypatch.setattr(module, "stream_of", lambda plain: current[0])
     return current
 
@@ -238,6 +238,26 @@ def test_weights_that_another_stream_wrote_are_quantized_in_their_own_forward(ca
     x = random_tensor(32, 256)
     model(x)
     assert casts["cast"] == [2]  # the first one, and one that this step does not use; two are cast alone
+
+
+def test_each_capture_casts_the_weights_of_the_step_before_together(casts, stream):
+    """Streams of captures have their numbers. The optimizer wrote before, on another stream."""
+    model, optimizer = built("fp8")
+    x = random_tensor(32, 256).requires_grad_()
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+        ht.step_(model)
+    expected = copy.deepcopy(model)(x)
+    for number in (1, 2):
+        casts["cast"].clear()
+        stream[0] = 5, number
+        y = model(x)
+        y.sum().backward()
+        assert casts["cast"] == [3, 3]  # rowwise, then columnwise faces
+        assert torch.equal(y, expected)
+        optimizer.step()
+        expected = copy.deepcopy(model)(x)
 
 
 # The rows of the module's table: microbatches, evaluations; what is cached after forwards and backwards, after

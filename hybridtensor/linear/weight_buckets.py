@@ -19,8 +19,8 @@ from hybridtensor import ops
 from hybridtensor.dtensor import local
 from hybridtensor.ops import CastInputs, Faces
 from hybridtensor.ops.amaxes import several_zeros
-from hybridtensor.ops.captures import stream_of
-from hybridtensor.ops.library import is_captured, is_recorded, is_traced, runs_directly
+from hybridtensor.ops.captures import Stream, stream_of
+from hybridtensor.ops.library import is_recorded, is_traced, runs_directly
 from hybridtensor.quantizers.plans import CastPlan, cast_plan, measuring_plan
 from hybridtensor.state import Context, LayerState
 from hybridtensor.state.step import after_step
@@ -154,17 +154,16 @@ class _Jobs:
     def add_for_forward(self, weight: MasterWeight) -> None:
         """Add the cast of the next forward, unless its face is cached."""
         record = weight.record
-        faces = record.face_cache
-        # Read before ``begin``, which forgets the last use.
-        use, dtype = faces.last_use, faces.dtype
-        if use is None or dtype is None or not _takes_part(weight):  # compiled code leaves no use
+        faces, plain, config = record.face_cache, weight.plain, weight.config
+        use, dtype, stream = faces.last_use, faces.dtype, stream_of(plain)
+        if use is None or dtype is None:  # compiled code leaves no use
+            return
+        if not _takes_part(weight, stream):
             return
         stamp = weight.stamp(dtype)
-        if not faces.is_old(stamp) or record.is_held_elsewhere:
+        if not faces.is_old(stamp, stream) or record.is_held_elsewhere:
             return
-        plain, config = weight.plain, weight.config
-        stream = stream_of(plain)
-        if record.written_on != stream:
+        if not _is_written_for(stream, record.written_on):
             return  # a stream that overlaps the optimizer waits for the write in the layer's own forward
         if weight.source is not plain or config.keep_faces == "never":
             return  # rounded before, into memory of its own; or to be made when it is used
@@ -187,11 +186,13 @@ class _Jobs:
         """Add the cast of the next backward, unless its face is cached."""
         faces = weight.record.face_cache
         dtype = faces.dtype
-        if dtype is None or not faces.awaits_column or not _takes_part(weight):
+        plain, config = weight.plain, weight.config
+        stream = stream_of(plain)
+        if dtype is None or not faces.awaits_column or not _takes_part(weight, stream):
             return
-        stamp, plain, config = weight.stamp(dtype), weight.plain, weight.config
+        stamp = weight.stamp(dtype)
         # Another stream does not wait for what the forward measured.
-        cached = faces.current(weight.place, stamp, stream_of(plain))
+        cached = faces.current(weight.place, stamp, stream)
         if cached is None or cached.column is not None or weight.source is not plain:
             return
         if config.keep_faces == "never":
@@ -244,22 +245,32 @@ def _weight_of(layer: nn.Module, name: str) -> MasterWeight | None:
     return weight
 
 
-def _takes_part(weight: MasterWeight) -> bool:
-    """Return whether a weight can be quantized in a bucket."""
+def _takes_part(weight: MasterWeight, stream: Stream) -> bool:
+    """Return whether a weight can be quantized in a bucket, on a stream."""
     record = weight.record
     state = record.layer
-    # A common scale is measured from all of its weights, and replays of a CUDA graph write without being counted.
-    if not isinstance(state, LayerState) or state.common is not None or state.replayed:
+    # A common scale is measured from all of its weights, and kernels of lists cannot read a view, as of a transpose.
+    if not isinstance(state, LayerState) or state.common is not None or state.transposed:
         return False
-    if state.transposed:  # a view is multiplied, which kernels of lists cannot read
+    # Replays of a CUDA graph write without being counted, but there are none while another one is captured.
+    if (record.replayed or state.replayed) and not isinstance(stream, tuple):
         return False
-    if record.shard is not None or record.gathered is not None or record.replayed:
+    if record.shard is not None or record.gathered is not None:
         return False
     shape = weight.place[0]
     return type(weight.plain) in _PLAIN and len(shape) == 2 and 0 not in shape
 
 
 _PLAIN = (Tensor, nn.Parameter)
+
+
+def _is_written_for(stream: Stream, written_on: Stream | None) -> bool:
+    """Return whether work on a stream comes after a write: in a capture, after all that was written before it."""
+    if written_on is None or not isinstance(stream, tuple):
+        return written_on == stream
+    return written_on == stream or not (
+        isinstance(written_on, tuple) and written_on[1] == stream[1]
+    )
 
 
 # Keyed by the layer's state, not by the weight: ``weight.data = ...`` and ``swap_tensors`` replace
@@ -274,7 +285,7 @@ def bucket_of(weight: MasterWeight) -> WeightBucket | None:
     bucket = _BUCKETS.get(layer) if isinstance(layer, LayerState) else None
     if bucket is None or bucket.is_alone or observers or weight.record.is_held_elsewhere:
         return None
-    return bucket if runs_directly(weight.plain) and not is_captured() else None
+    return bucket if runs_directly(weight.plain) else None
 
 
 def bucket_weights(model: nn.Module) -> list[WeightBucket]:
@@ -285,7 +296,7 @@ def bucket_weights(model: nn.Module) -> list[WeightBucket]:
     for layer in model.modules():
         for name in layer._parameters:
             weight = _weight_of(layer, name)
-            if weight is None or not _takes_part(weight):
+            if weight is None or not _takes_part(weight, stream_of(weight.plain)):
                 continue
             kind = weight.config, weight.plain.dtype, weight.plain.device
             index, size = open_ones.get(kind, (-1, _BUCKET))

@@ -22,6 +22,7 @@ from hybridtensor.linear.operands import Needs, Operand, Weight, required_column
 from hybridtensor.linear.weight_buckets import bucket_of
 from hybridtensor.ops import Face
 from hybridtensor.ops.amaxes import AmaxRecord
+from hybridtensor.ops.captures import stream_of
 from hybridtensor.ops.cast.compile_ahead import weight_casts
 from hybridtensor.ops.library import is_traced
 from hybridtensor.quantizers import HybridQuantizer
@@ -50,12 +51,14 @@ class MasterOperand(Operand):
         if isinstance(seen.scales, tuple):
             context = weight.context  # with the common scale as it is now
         self._context = context
-        if weight.record.face_cache.is_old(seen.stamp):
+        stream = stream_of(weight.plain)
+        if weight.record.face_cache.is_old(seen.stamp, stream):
             bucket = bucket_of(weight)
             if bucket is not None:  # with its neighbours in the model: two launches for all of them
                 bucket.add_rows(weight)
         cached = weight.faces_in_eager_code(
             seen.stamp,
+            stream,
             context,
             forward=self._forward,
             columnwise=False,
@@ -89,6 +92,7 @@ class MasterOperand(Operand):
                     bucket.add_columns(weight)
             column = weight.faces_in_eager_code(
                 seen.stamp,
+                stream_of(weight.plain),
                 self._context,
                 forward=None,
                 columnwise=True,

@@ -84,7 +84,7 @@ class FaceCache:
     Attributes:
         awaits_column: Whether a forward is over whose backward will ask for the columnwise face, which is to be made.
         stream: That of the cached faces; None if there never were any.
-        last_use: How a forward used the weight last, or None if none did since the last write.
+        last_use: How a forward used the weight last, or None if none did.
     """
 
     __slots__ = (
@@ -142,9 +142,9 @@ class FaceCache:
         return self._views.get((place, stream), _NOTHING)
 
     def begin(self, stamp: Stamp, stream: Stream, *, forward: bool) -> None:
-        """Release all faces and take another stamp; a ``forward`` also ends the step before the write."""
+        """Release all faces and take another stamp or stream; a ``forward`` after a write ends the step before that."""
+        forward = forward and self._stamp != stamp
         self._stamp, self.stream, self.awaits_column = stamp, stream, False
-        self.last_use = None
         self._views = {}
         if forward and self._forwards:  # the uses so far were those between two writes
             last = self._last_forwards, self._last_evaluated
@@ -156,9 +156,11 @@ class FaceCache:
             self._evaluated = 0
         self._evaluations = 0
 
-    def is_old(self, stamp: Stamp) -> bool:
-        """Return whether the weight was used before, but its cached faces are invalid now."""
-        return self._stamp is not None and self._stamp != stamp
+    def is_old(self, stamp: Stamp, stream: Stream) -> bool:
+        """Return whether cached faces are invalid now: the weight was used and then written, or a capture has begun."""
+        if self._stamp != stamp:
+            return self._forwards > 0 or self._evaluated > 0
+        return self.stream != stream and isinstance(stream, tuple)
 
     @property
     def dtype(self) -> torch.dtype | None:

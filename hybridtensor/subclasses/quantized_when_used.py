@@ -11,8 +11,8 @@ from torch import Tensor
 from hybridtensor.ops import Face, Faces
 from hybridtensor.ops.amaxes import AmaxRecord, ReturnedAmaxes
 from hybridtensor.ops.autograd import read_version, version_of
-from hybridtensor.ops.captures import stream_of
-from hybridtensor.ops.library import dispatch_modes, is_captured, is_traced
+from hybridtensor.ops.captures import Stream, stream_of
+from hybridtensor.ops.library import dispatch_modes, is_traced
 from hybridtensor.quantizers.plans import Amaxes, measured
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context, LayerState
@@ -145,6 +145,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         else:
             cached = self.faces_in_eager_code(
                 self.stamp(dtype),
+                stream_of(self.plain),
                 self.context,
                 forward=EVALUATION if rowwise else None,
                 columnwise=columnwise,
@@ -155,6 +156,7 @@ class QuantizedWhenUsed(InterceptingTensor):
     def faces_in_eager_code(
         self,
         stamp: Stamp,
+        stream: Stream,
         context: Context,
         *,
         forward: ForwardUse | None,
@@ -168,23 +170,23 @@ class QuantizedWhenUsed(InterceptingTensor):
 
         Args:
             stamp: ``self.stamp(dtype)`` now.
+            stream: ``stream_of(self.plain)`` now.
             context: ``self.context``, now or in forward.
             forward: The forward that needs the rowwise face; None in a backward, which does not. If a backward
                 follows, one cast makes both faces, if they are cached.
             columnwise: Whether the columnwise face is needed now.
             amax_record: Where amaxes are recorded if faces are quantized now.
         """
-        record, plain = self.record, self.plain
+        record = self.record
         layer: Any = record.layer  # outside of graphs a LayerState, or None
         # Autograd functions run without gradients already, and asking takes less time than ``no_grad``
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             # A checkpointing policy counts calls: a cast in its first pass only would shift what it has saved. Replays
             # of a graph count no writes, but there are none while another graph is captured.
             replayed = record.replayed or (layer is not None and layer.replayed)
-            if dispatch_modes() or (replayed and not is_captured()):
+            if dispatch_modes() or (replayed and not isinstance(stream, tuple)):
                 context, rowwise = self.context_of_products(context, stamp[-1]), forward is not None
                 return self._made(rowwise, columnwise, stamp[-1], context, amax_record)
-            stream = stream_of(plain)
             cached = record.face_cache.use(self.place, stamp, stream, forward)
             made = self._completed(cached, stamp, forward, columnwise, amax_record, context)
             if made is not cached:

@@ -567,7 +567,7 @@ def test_a_thread_has_the_faces_that_it_got_though_another_one_frees_them(recipe
     weight, use = layer.weight, ForwardUse(True, True)
     for _ in range(2):  # made, then cached
         found = weight.faces_in_eager_code(
-            weight.stamp(torch.float32), weight.context, forward=use, columnwise=False, amax_record=None
+            weight.stamp(torch.float32), 0, weight.context, forward=use, columnwise=False, amax_record=None
         )
         weight.record.face_cache.end_forward(weight.config.keep_faces, use)
         assert found.row is not None
