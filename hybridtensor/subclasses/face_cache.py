@@ -157,10 +157,13 @@ class FaceCache:
         self._evaluations = 0
 
     def is_old(self, stamp: Stamp, stream: Stream) -> bool:
-        """Return whether cached faces are invalid now: the weight was used and then written, or a capture has begun."""
+        """Return whether the weight was used and then written, or its faces were made after a write, but are invalid in
+        the capture that has begun."""
+        used = self._forwards > 0 or self._evaluated > 0
         if self._stamp != stamp:
-            return self._forwards > 0 or self._evaluated > 0
-        return self.stream != stream and isinstance(stream, tuple)
+            return used
+        # Used since the write: then maybe not in this capture, which may be of a part of the model.
+        return not used and self.stream != stream and isinstance(stream, tuple)
 
     @property
     def dtype(self) -> torch.dtype | None:
