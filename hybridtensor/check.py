@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 from torch.utils._pytree import tree_leaves
 
 from hybridtensor.arguments import require_flag, require_loss, require_module, wrong
@@ -207,7 +207,6 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
     tables = [p._post_accumulate_grad_hooks or {} for p in model.parameters()]
     hooks = [dict(table) for table in tables]
     buffers = [(b, local(b).clone()) for b in model.buffers()]
-    copies: dict[int, object] = {}  # for ``deepcopy``, so that views stay views of one another
     states = [(s, s.recorded, s.unrecorded) for s in layer_states(model)]
     # What a forward assigns: buffers, and the numbers by which it knows what they hold. Modules without buffers note
     # what happens once, as DistributedDataParallel does of its first forward, and lazy layers of their features.
@@ -217,17 +216,13 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
     with (
         torch.random.fork_rng(sorted(d for d in devices if d is not None)),
         without_recording(model),
+        # A backward may read them whose forward ran before
+        preserve_versions(tuple(local(b) for b, _ in buffers if not local(b).is_inference())),
     ):
         for owner, _ in grads:
             owner.grad = None
         for table in tables:
             table.clear()
-        # Written in place of the buffers, which a backward may read whose forward ran before
-        for module in modules:
-            module._buffers.update(
-                (name, buffer if buffer is None else copy.deepcopy(buffer.detach(), copies))
-                for name, buffer in module._buffers.items()
-            )
         try:
             yield
         finally:
@@ -238,8 +233,9 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
             for names, values in assigned:
                 # An attribute that became a parameter or a module is one
                 names.update({name: values[name] for name in names.keys() & values.keys()})
-            for buffer, before in buffers:  # which a forward may know by another name
-                local(buffer).data.copy_(before)  # not counted by autograd
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    local(buffer).copy_(before)
             for state, recorded, unrecorded in states:
                 state.recorded, state.unrecorded = recorded, unrecorded
 

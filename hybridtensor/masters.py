@@ -86,7 +86,7 @@ def warn_of_rounded(parameters: Iterable[Tensor]) -> None:
 def warn_of_lost(who: str, weights: Iterable[Tensor]) -> None:
     """Warn that ``who`` gives what faces hold of persistent weights whose values an optimizer had that is gone."""
     parts = [part for weight in weights if isinstance(part := local(weight), HybridTensor)]
-    lost = [part for part in parts if part.high_precision.lost]
+    lost = [part for part in parts if part.high_precision.is_rounded]
     if lost:
         warnings.warn(
             f"{who}: the values in high precision of persistent weights{of_layers(lost)} are gone with their "

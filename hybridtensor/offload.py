@@ -215,6 +215,8 @@ class _Offload:
         # FSDP2 gives the memory of gathered parameters back before ``leave`` could look at them
         there = [*block.parameters()] or tree_leaves((args, kwargs))
         devices = {tensor.device for tensor in there if isinstance(tensor, Tensor)}
+        if len(devices) > 1:
+            devices.discard(torch.device("cpu"))  # that of a mask, or of lengths
         group = _Group(self.last, devices, _addresses(block))
         hooks = torch.autograd.graph.saved_tensors_hooks(
             functools.partial(self.pack, group), self.unpack

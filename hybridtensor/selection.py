@@ -276,7 +276,7 @@ class Coverage(NamedTuple):
 
 
 # Biases of experts, and embeddings of positions, are matrices, too
-_ADDED = re.compile("bias$|(^|_)pos.*emb")
+_ADDED = re.compile(r"bias$|(^|(?<!rel)_)pos(ition(al|s)?)?_?emb(ed(ding)?s?)?(_|$)")
 _LARGE = 1000  # a matrix with this part of the parameters, or more
 
 

@@ -89,6 +89,16 @@ def test_a_backward_can_run_after_it_whose_forward_ran_before(recipe):
         assert torch.equal(a, b)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_buffers():
+    net = ht.quantize_(nn.Sequential(nn.Linear(64, 64)), "fp8")
+    net.register_buffer("adjacent", torch.eye(64).to_sparse_csr())
+    net(X).sum().backward()
+    before = net[0].weight.grad
+    assert ht.check(net, X).products
+    assert net[0].weight.grad is before
+
+
 class Positions(nn.Module):
     """Adds embeddings of positions, which are parameters, and multiplies by a matrix that is one, too."""
 

@@ -13,6 +13,7 @@ from saving import through_a_file
 from siblings import GROUPS, ROWS, Model, inputs, model_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from torchao.quantization import FqnToConfig
 
 import hybridtensor as ht
@@ -105,6 +106,16 @@ def test_persistent_weights(spec, device):
     with torch.no_grad():
         model.blocks[0].q.weight.mul_(40)
     check(model)
+
+
+def test_steps_under_a_dispatch_mode():
+    """It measures the weights at each use, and no scale changes by that between forward and backward."""
+    model, other = model_of("fp8"), model_of("fp8")
+    train(model, 2)
+    with FlopCounterMode(display=False):
+        train(other, 2)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.dequantize(), two.dequantize())
 
 
 def test_products_go_by_the_common_scale():

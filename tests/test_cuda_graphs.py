@@ -3,6 +3,7 @@
 The models hold nothing that inductor could round differently, so that equality is of bits.
 """
 
+import copy
 import functools
 import importlib
 import sys
@@ -152,10 +153,11 @@ def test_a_capture_may_load_kernels(recipe):
 
     warm_up(lambda: x @ x.t())  # cuBLAS
     x.requires_grad_()
-    for name, module in [*sys.modules.items()]:
-        if name.startswith("hybridtensor.kernels."):
-            for value in vars(module).values():
-                getattr(value, "device_caches", {}).clear()  # of a kernel: what Triton has loaded
+    modules = [module for name, module in sys.modules.items() if name.startswith("hybridtensor.kernels.")]
+    loaded = [value.device_caches for m in modules for value in vars(m).values() if hasattr(value, "device_caches")]
+    assert loaded
+    for of_kernel in loaded:
+        of_kernel.clear()
     graph = capture(step)
     graph.replay()
     step()
@@ -274,6 +276,31 @@ def test_graphs_share_no_faces():
     with model.register_forward_pre_hook(one_by_one):
         model(x)
     assert len(graphs) == 3
+
+
+def test_a_common_scale_is_measured_in_a_capture_and_again_outside():
+    """Nothing runs while a graph is captured: eager code measures what was written before by itself."""
+    torch.manual_seed(0)
+    plain = Siblings().to(DEVICE, torch.bfloat16)
+    model = ht.quantize_(copy.deepcopy(plain), "fp8", common_scale=[("q", "k", "v")])
+    x, g = (random_tensor(TOKENS, FEATURES, device=DEVICE, seed=seed) for seed in (0, 1))
+    x.requires_grad_()
+    for scale in (8.0, 1 / 64):
+        with torch.no_grad():
+            for p, twin in zip(model.parameters(), plain.parameters(), strict=True):
+                p.mul_(scale)
+                twin.mul_(scale)
+        expected = ht.quantize_(copy.deepcopy(plain), "fp8", common_scale=[("q", "k", "v")])(x)
+        outs = []
+
+        def step(outs=outs):
+            outs.append(model(x))
+            outs[0].backward(g)
+
+        graph = capture(step)
+        assert torch.equal(model(x), expected)
+        graph.replay()
+        assert torch.equal(outs[0], expected)
 
 
 def test_a_captured_forward_uses_no_face_from_outside_and_leaves_none():

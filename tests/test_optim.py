@@ -715,6 +715,43 @@ def test_plain_values_that_are_gone_warn(gone, call):
     assert told[0].filename == __file__
 
 
+def in_place(model):
+    model[0].weight.detach().copy_(model[0].weight.detach().clone())
+    return model
+
+
+def own_state(model):
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    return model
+
+
+def own_data(model):
+    model[0].weight.data = model[0].weight.data.clone()
+    return model
+
+
+def data_of_another(model):
+    made = persistent("fp8", seed=1)
+    made[0].weight.data = model[0].weight.data
+    return made
+
+
+@pytest.mark.parametrize("write", [in_place, own_state, own_data, data_of_another, loaded])
+def test_faces_whose_values_are_gone_warn_wherever_they_are_written(write):
+    model = persistent("fp8")
+    former = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+    stand(model, former)
+    del former
+    gc.collect()
+    model = write(model)
+    with pytest.warns(UserWarning, match="layer 0 are gone"):
+        ht.plain_state_dict(model)
+    optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="layer 0, .*rounded"):
+        stand(model, optimizer)
+    ht.plain_state_dict(model)  # without a word: the optimizer has them
+
+
 @pytest.mark.parametrize("gone", GONE)
 def test_parts_that_are_written_after_the_masters_are_gone_warn(gone):
     """Of the rest there are no values to hold theirs beside."""

@@ -262,8 +262,13 @@ def test_each_capture_casts_the_weights_of_the_step_before_together(casts, strea
     model(x)
     casts["cast"].clear()
     stream[0] = 5, 3
-    model(x)  # of weights that were used since the write maybe only some: no graph casts what another one needs
+    y = model(x)  # of weights that were used since the write maybe only some: no graph casts what another one needs
     assert casts["cast"] == []
+    (cached,) = model.first.weight.record.face_cache._views.values()
+    assert (cached.row, cached.column) == (None, None)  # the forward before, in eager code, does not count in it
+    stream[0] = 5, 4
+    y.sum().backward()
+    assert not model.first.weight.record.face_cache.faces()
 
 
 # The rows of the module's table: microbatches, evaluations; what is cached after forwards and backwards, after

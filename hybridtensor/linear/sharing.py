@@ -66,8 +66,7 @@ class _Scope:
         """Return the ``Reading`` of an input in this forward, or a new one; views of the same elements are the same
         input."""
         # DTensors give each layer another view of the same elements.
-        # Orders the cast
-        stream = stream_of(input)
+        stream = stream_of(input)  # another one does not wait for the cast
         memory = input.untyped_storage()._cdata  # ``input.data = other`` has no version of its own
         key = (*_place(input), memory, stream, *how)
         owner = _owner(input)

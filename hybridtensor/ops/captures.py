@@ -13,13 +13,13 @@ from torch import Tensor
 from hybridtensor.ops.library import is_captured
 
 Stream = int | tuple[int, int]
-"""A CUDA stream, while a graph is captured on it with the number of that capture; 0 on a CPU."""
+"""The handle of a CUDA stream, with the number of the capture while one is captured on it; 0 on a CPU."""
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED of cuda.h
 
 
 def stream_of(tensor: Tensor) -> Stream:
-    """Return the current stream of a tensor's device: work on it needs not wait for other work on it."""
+    """Return the current stream of a tensor's device: what runs on one stream runs in order."""
     if not tensor.is_cuda:
         return 0
     stream = torch._C._cuda_getCurrentRawStream(tensor.device.index)
@@ -52,9 +52,14 @@ def loading_kernels() -> Iterator[None]:
         exchange()
 
 
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
 def _call(name: str, *arguments: object) -> None:
     """Call a function of the CUDA driver."""
-    function: Callable[..., int] = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    function: Callable[..., int] = getattr(_driver(), name)
     error = function(*arguments)
     if error:
         raise RuntimeError(f"hybridtensor: {name} of the CUDA driver failed with error {error}")

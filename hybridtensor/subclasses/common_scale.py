@@ -20,8 +20,9 @@ from hybridtensor import ops
 from hybridtensor.dtensor import local
 from hybridtensor.formats import FP8_E4M3_TENSOR
 from hybridtensor.ops import Cast, CastRequest
+from hybridtensor.ops.captures import stream_of
 from hybridtensor.ops.kernel_library import aligned_fp32
-from hybridtensor.ops.library import is_recorded
+from hybridtensor.ops.library import dispatch_modes
 from hybridtensor.quantizers import HybridQuantizer, Quantizer
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 
@@ -98,15 +99,24 @@ class CommonScale:
                 "and quantize these layers alike"
             )
         # Weak references, not ids: another record may have the id of one that is gone.
+        stream = stream_of(weights[0].plain)
+        captured = isinstance(stream, tuple)
         measured: list[tuple[object, ...]] = [
             (weakref.ref(weight.record), weight.changes, weight.config, weight.plain.data_ptr())
             for weight in weights
         ]
-        if measured == self._measured and not is_recorded() and not _is_replayed(weights):
+        measured.append(
+            (stream if captured else None,)
+        )  # in a capture nothing is measured but for its replays
+        written = measured != self._measured or (_is_replayed(weights) and not captured)
+        if not written and not dispatch_modes():
             return
+        version = self.version
         with torch.no_grad():
             self.measure([weight.source for weight in weights])
         self._measured = measured
+        if not written:  # a mode that counts operators sees the same ones in each pass
+            self.version = version
 
     def measure(self, values: Sequence[Tensor]) -> None:
         """Set the scale from the amax of all weights' values."""

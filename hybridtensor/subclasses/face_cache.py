@@ -83,7 +83,7 @@ class FaceCache:
 
     Attributes:
         awaits_column: Whether a forward is over whose backward will ask for the columnwise face, which is to be made.
-        stream: That of the cached faces; None if there never were any.
+        stream: The stream, and capture, that made the cached faces; None if there never were any.
         last_use: How a forward used the weight last, or None if none did.
     """
 
@@ -129,6 +129,8 @@ class FaceCache:
         elif self.stream != stream:  # which waits for no cast of the other one
             self.stream = stream
             self._views = {}
+            if isinstance(stream, tuple):  # uses outside of a capture say nothing of those in it
+                self._forwards = self._backwards = self._evaluated = self._evaluations = 0
         if forward is not None:
             # An evaluation between a write and training says nothing of what the next training needs.
             if forward.trained or not self._forwards:

@@ -107,6 +107,11 @@ class HighPrecisionValues:
         """Whether there were values, of an optimizer that is gone or of what this was copied from."""
         return self.current is None and self._stepped
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether faces take the place of values that are lost, where no optimizer has others."""
+        return self.lost or (self.rounded and self.master is None)
+
     # -- others like it
 
     def copied(
@@ -140,12 +145,16 @@ class HighPrecisionValues:
         made.register()
         return made
 
-    def replaced(self, values: Tensor, *, follows: bool, rounded: bool) -> HighPrecisionValues:
-        """Return the values of a weight replaced by others; the master is updated, or RuntimeError if its shape
-        differs."""
+    def replaced(
+        self, values: Tensor, *, follows: bool, rounded: bool, lost: bool
+    ) -> HighPrecisionValues:
+        """Return the values of a weight replaced by others, which may be ``rounded`` to faces, because better ones are
+        ``lost``; the master is updated, or RuntimeError if its shape differs."""
         master = self.master
         if master is None:
-            return HighPrecisionValues(values, follows)
+            made = HighPrecisionValues(values, follows)
+            made.rounded = lost
+            return made
         if master.shape != values.shape:
             raise RuntimeError(
                 f"HybridTensor.data: an optimizer holds the master of this weight, of shape "
@@ -231,6 +240,7 @@ class HighPrecisionValues:
             self._take(known[0], view, follows=known[1])
         elif self.current is None:
             self._take(None, view, follows=False)
+            self._stepped = self._stepped or lost
         else:
             self._take(dequantize(), view, follows=False)
             self.rounded = self._master is not None or lost

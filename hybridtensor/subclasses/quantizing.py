@@ -290,10 +290,10 @@ def _values_of(sibling: HybridTensor) -> Tensor:
 
 def take_values_(weight: HybridTensor, value: Tensor, values: Tensor) -> None:
     """Replace a persistent weight's faces by those of ``values``, or share those of ``value`` with the same recipe."""
-    config, follows, rounded = weight.recipe, True, False
+    config, follows, rounded, lost = weight.recipe, True, False, False
     if isinstance(value, HybridTensor) and value.config == config and _has_faces_of(value, weight):
         made, follows = value, value.high_precision.follows
-        rounded = value.known_values is None
+        rounded, lost = value.known_values is None, value.high_precision.lost
     else:
         made = quantize_weight(config, values, weight.context, weight.record.layer)
         made.config = config
@@ -301,7 +301,9 @@ def take_values_(weight: HybridTensor, value: Tensor, values: Tensor) -> None:
     # Aliases of the former faces keep copies of the values that these were made from.
     # Before ``replaced``, which empties ``known`` and writes the new values into the master.
     copied = None if known is None else known.copied(torch.clone, _all, same=True)
-    replaced = None if known is None else known.replaced(values, follows=follows, rounded=rounded)
+    replaced = None
+    if known is not None:
+        replaced = known.replaced(values, follows=follows, rounded=rounded, lost=lost)
     Tensor.data.__set__(weight, made)  # type: ignore[attr-defined]  # see MasterWeight.take_memory
     weight.rowwise, weight.columnwise = made.rowwise, made.columnwise
     weight.taken, weight.swapped = whole, False

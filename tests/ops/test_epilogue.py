@@ -88,6 +88,15 @@ def test_a_launch_is_kept_for_arguments_of_one_kind_only(monkeypatch):
     assert len(made) == 4
 
 
+def test_a_sum_of_other_strides(device):
+    """The definition, also on a GPU."""
+    total, bias = random_tensor(5, 7, dtype=torch.float32, device=device).t(), random_tensor(5, device=device, seed=5)
+    expected = total.cpu().numpy() * np.float32(0.75) + bias.float().cpu().numpy()
+    factor = torch.full((1, 1), 0.75, device=device)
+    got = scale_and_round(total.clone(memory_format=torch.preserve_format), factor, None, bias, torch.float32)
+    assert torch.equal(got.cpu(), torch.from_numpy(expected))
+
+
 def test_nothing_to_do_and_empty(device):
     total = random_tensor(3, 4, dtype=torch.float32, device=device)
     assert torch.equal(scale_and_round(total, None, None, None, torch.bfloat16), total.bfloat16())

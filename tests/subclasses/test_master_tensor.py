@@ -1,6 +1,5 @@
 """MasterWeight is its high-precision tensor to everything but the linear, and never lends out a stale face."""
 
-import contextlib
 import copy
 import ctypes
 import io
@@ -13,8 +12,7 @@ from torch import nn
 
 import hybridtensor as ht
 from hybridtensor import Float8Quantizer, HybridConfig, MasterWeight
-from hybridtensor.ops import library
-from hybridtensor.subclasses import master_tensor
+from hybridtensor.subclasses import master_tensor, quantized_when_used
 from hybridtensor.subclasses.face_cache import EVALUATION, CachedFaces, FaceCache, ForwardUse
 from hybridtensor.subclasses.operators import master as operators
 from hybridtensor.subclasses.quantizing import face_tensors
@@ -138,19 +136,27 @@ class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("what", ["a dispatch mode", "a CUDA graph"])
-def test_what_is_recorded_uses_no_kept_face_and_keeps_none(what, monkeypatch):
-    """It runs again without Python, which alone knows what was kept."""
+def test_a_dispatch_mode_sees_each_cast():
+    """A mode may compare what runs in two passes."""
     w = weight()
     before = faces(w)[0].qdata
-    if what == "a CUDA graph":
-        monkeypatch.setattr(library, "is_captured", lambda: True)
-    with Watch() if what == "a dispatch mode" else contextlib.nullcontext():
+    with Watch():
         recorded = [faces(w)[0].qdata for _ in range(2)]
-    monkeypatch.undo()
     assert len({t.data_ptr() for t in (before, *recorded)}) == 3
     assert all(torch.equal(t.view(torch.uint8), before.view(torch.uint8)) for t in recorded)
     assert faces(w)[0].qdata is before
+
+
+def test_faces_of_a_capture_are_used_in_it_alone(monkeypatch):
+    """Its replays run without Python: they make what they use, and nothing else may use that."""
+    w = weight()
+    made = [faces(w)[0].qdata]
+    for stream in ((0, 1), (0, 2), 0):
+        monkeypatch.setattr(quantized_when_used, "stream_of", lambda plain, stream=stream: stream)
+        made.append(faces(w)[0].qdata)
+        assert faces(w)[0].qdata is made[-1]
+    assert len({t.data_ptr() for t in made}) == 4
+    assert all(torch.equal(t.view(torch.uint8), made[0].view(torch.uint8)) for t in made)
 
 
 def test_after_a_write_in_a_cuda_graph_no_face_is_kept(monkeypatch):
