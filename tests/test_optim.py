@@ -658,7 +658,7 @@ def test_what_is_written_after_the_masters_are_gone_is_kept_whole(gone, way, dev
 
 def loaded(model):
     """Return a new model with the state dict that a file has of another one."""
-    made = persistent("fp8", seed=1)
+    made = persistent("fp8", seed=1).to(model[0].weight.device)
     made.load_state_dict(pickle.loads(pickle.dumps(model.state_dict())))
     return made
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
 from hybridtensor import ops
-from hybridtensor.linear import weight_buckets, weight_operands
+from hybridtensor.linear import sharing, weight_buckets, weight_operands
 from hybridtensor.ops.cast import definition
 from hybridtensor.subclasses import MasterWeight, face_cache, master_tensor, quantized_when_used
 from hybridtensor.testing import random_tensor
@@ -219,8 +219,9 @@ def test_a_weight_that_a_step_did_not_use_is_not_made_ready_again(casts):
 def stream(monkeypatch):
     """Stand in for the current CUDA stream."""
     current = [0]
-    for module in (weight_buckets, weight_operands, master_tensor, quantized_when_used):
+    for module in (weight_buckets, weight_operands, master_tensor, quantized_when_used, sharing):
         monkeypatch.setattr(module, "stream_of", lambda plain: current[0])
+    monkeypatch.setattr(master_tensor, "is_captured", lambda: isinstance(current[0], tuple))
     return current
 
 
@@ -240,16 +241,22 @@ def test_weights_that_another_stream_wrote_are_quantized_in_their_own_forward(ca
     assert casts["cast"] == [2]  # the first one, and one that this step does not use; two are cast alone
 
 
-def test_each_capture_casts_the_weights_of_the_step_before_together(casts, stream):
-    """Streams of captures have their numbers. The optimizer wrote before, on another stream."""
-    model, optimizer = built("fp8")
-    x = random_tensor(32, 256).requires_grad_()
+def trained(x, recipe="fp8"):
+    """Return a model after two steps, the last of which made the faces of the next forward."""
+    model, optimizer = built(recipe)
     for _ in range(2):
         model(x).sum().backward()
         optimizer.step()
         ht.step_(model)
-    expected = copy.deepcopy(model)(x)
+    return model, optimizer
+
+
+def test_each_capture_casts_the_weights_of_the_step_before_together(casts, stream):
+    """Streams of captures have their numbers. The optimizer wrote before, on another stream, or in another capture."""
+    x = random_tensor(32, 256).requires_grad_()
+    model, optimizer = trained(x)
     for number in (1, 2):
+        expected = copy.deepcopy(model)(x)
         casts["cast"].clear()
         stream[0] = 5, number
         y = model(x)
@@ -257,18 +264,62 @@ def test_each_capture_casts_the_weights_of_the_step_before_together(casts, strea
         assert casts["cast"] == [3, 3]  # rowwise, then columnwise faces
         assert torch.equal(y, expected)
         optimizer.step()
-        expected = copy.deepcopy(model)(x)
-    stream[0] = 0
+
+
+def test_no_capture_casts_what_another_one_may_need(casts, stream):
+    """Of weights that were used since the write, maybe only some are used in it."""
+    x = random_tensor(32, 256).requires_grad_()
+    model, _ = trained(x)
     model(x)
     casts["cast"].clear()
-    stream[0] = 5, 3
-    y = model(x)  # of weights that were used since the write maybe only some: no graph casts what another one needs
+    stream[0] = 5, 1
+    y = model(x)
     assert casts["cast"] == []
     (cached,) = model.first.weight.record.face_cache._views.values()
     assert (cached.row, cached.column) == (None, None)  # the forward before, in eager code, does not count in it
-    stream[0] = 5, 4
+    stream[0] = 5, 2
     y.sum().backward()
     assert not model.first.weight.record.face_cache.faces()
+
+
+def test_weights_that_a_fork_of_the_capture_wrote_are_cast_in_their_own_forward(casts, stream):
+    model, optimizer = built("fp8")
+    model(random_tensor(32, 256)).sum().backward()
+    stream[0] = 6, 1
+    optimizer.step()
+    casts["cast"].clear()
+    stream[0] = 5, 1
+    model(random_tensor(32, 256))
+    assert casts["cast"] == []
+
+
+def test_what_replays_write_is_quantized_at_each_use(casts, stream):
+    """They change memory where nothing counts."""
+    model, optimizer = built("fp8+keep_faces")
+    x, weight = random_tensor(32, 256), model.first.weight
+    model(x).sum().backward()
+    stream[0] = 5, 1
+    optimizer.step()
+    model(x)
+    assert weight.record.face_cache.faces()
+    stream[0] = 0
+    for _ in range(2):
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight.plain):
+            weight.plain.mul_(3.0)
+        expected = ht.quantize_(ht.plain_(copy.deepcopy(model)), "fp8+keep_faces")(x)
+        assert torch.equal(model(x), expected)
+        assert not weight.record.face_cache.faces()
+
+
+def test_another_stream_does_not_cast_what_step_made_already(casts, stream):
+    model, optimizer = built("fp8")
+    model(random_tensor(32, 256)).sum().backward()
+    optimizer.step()
+    ht.step_(model)
+    casts["cast"].clear()
+    stream[0] = 1
+    model(random_tensor(32, 256))
+    assert casts["cast"] == []
 
 
 # The rows of the module's table: microbatches, evaluations; what is cached after forwards and backwards, after

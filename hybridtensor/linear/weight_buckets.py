@@ -1,7 +1,8 @@
 """Buckets of weights: neighbours in a model that two launches quantize, in place of two launches for each.
 
 The first of a bucket that is used after an optimizer step makes the rowwise faces of all, or ``step_`` does; the first
-backward makes the columnwise faces of all whose forward is over. A weight takes part if a forward in eager code used it
+backward makes the columnwise faces of all whose forward is over. A weight takes part if a forward outside of graphs of
+torch.compile used it
 after the write before; what it gets has the bits that it would make by itself.
 """
 

@@ -22,24 +22,23 @@ def stream_of(tensor: Tensor) -> Stream:
     """Return the current stream of a tensor's device: what runs on one stream runs in order."""
     if not tensor.is_cuda:
         return 0
-    stream = torch._C._cuda_getCurrentRawStream(tensor.device.index)
-    return (stream, _capture_on(stream)) if is_captured() else stream
-
-
-def _capture_on(stream: int) -> int:
-    """Return the number of the capture that a stream is in."""
+    stream: int = torch._C._cuda_getCurrentRawStream(tensor.device.index)
+    if not is_captured():
+        return stream
     status, number = ctypes.c_int(), ctypes.c_uint64()
     found = ctypes.byref(status), ctypes.byref(number), None, None, None
     _call("cuStreamGetCaptureInfo_v2", ctypes.c_void_p(stream), *found)
-    return number.value
+    return (
+        (stream, number.value) if status.value else stream
+    )  # that of another device may be in none
 
 
 @contextlib.contextmanager
 def loading_kernels() -> Iterator[None]:
     """Let this thread load kernels also while a CUDA graph is captured."""
     # In the default mode loading a module invalidates the capture, without an error of its own; torch's allocator
-    # changes the mode around cudaMalloc likewise. Warm-up steps do not load every kernel of a capture: they cast
-    # several weights at once where a graph casts each.
+    # changes the mode around cudaMalloc likewise. Warm-up steps need not load every kernel of a capture: where this has
+    # no table for a list of weights, it casts each.
     if not is_captured():
         yield
         return

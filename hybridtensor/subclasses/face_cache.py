@@ -96,6 +96,7 @@ class FaceCache:
         "_last_evaluated",
         "_last_forwards",
         "_stamp",
+        "_used",
         "_views",
         "awaits_column",
         "last_use",
@@ -116,6 +117,7 @@ class FaceCache:
         self._evaluations = 0
         # Forwards and evaluations of a step, if the last two that had forwards had equally many and evaluated; else 0
         self._expected = 0
+        self._used = False  # in a forward since the last write
         self.awaits_column = False
         self.last_use: ForwardUse | None = None
         self.stream: Stream | None = None
@@ -132,6 +134,7 @@ class FaceCache:
             if isinstance(stream, tuple):  # uses outside of a capture say nothing of those in it
                 self._forwards = self._backwards = self._evaluated = self._evaluations = 0
         if forward is not None:
+            self._used = True
             # An evaluation between a write and training says nothing of what the next training needs.
             if forward.trained or not self._forwards:
                 self.last_use = forward
@@ -144,8 +147,7 @@ class FaceCache:
         return self._views.get((place, stream), _NOTHING)
 
     def begin(self, stamp: Stamp, stream: Stream, *, forward: bool) -> None:
-        """Release all faces and take another stamp or stream; a ``forward`` after a write ends the step before that."""
-        forward = forward and self._stamp != stamp
+        """Release all faces and take another stamp or stream; a ``forward`` also ends the step before the write."""
         self._stamp, self.stream, self.awaits_column = stamp, stream, False
         self._views = {}
         if forward and self._forwards:  # the uses so far were those between two writes
@@ -155,17 +157,16 @@ class FaceCache:
             self._last_forwards, self._last_evaluated = now
             self._forwards = self._backwards = 0
         if forward:
-            self._evaluated = 0
+            self._evaluated, self._used = 0, False
         self._evaluations = 0
 
     def is_old(self, stamp: Stamp, stream: Stream) -> bool:
-        """Return whether the weight was used and then written, or its faces were made after a write, but are invalid in
-        the capture that has begun."""
-        used = self._forwards > 0 or self._evaluated > 0
+        """Return whether faces are made with those of neighbours now: the weight was used and then written, or a
+        capture has begun and nothing used the weight since the write."""
         if self._stamp != stamp:
-            return used
-        # Used since the write: then maybe not in this capture, which may be of a part of the model.
-        return not used and self.stream != stream and isinstance(stream, tuple)
+            return self._used
+        # A weight that was used since may be used in no more than one of several captures, each of a part of the model.
+        return not self._used and self.stream != stream and isinstance(stream, tuple)
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -185,6 +185,8 @@ class QuantizedWhenUsed(InterceptingTensor):
             # of a graph count no writes, but there are none while another graph is captured.
             replayed = record.replayed or (layer is not None and layer.replayed)
             if dispatch_modes() or (replayed and not isinstance(stream, tuple)):
+                if replayed:
+                    record.face_cache.clear()  # of those that a capture left
                 context, rowwise = self.context_of_products(context, stamp[-1]), forward is not None
                 return self._made(rowwise, columnwise, stamp[-1], context, amax_record)
             cached = record.face_cache.use(self.place, stamp, stream, forward)
