@@ -68,7 +68,7 @@ class Layout:
         return self.settings.get("strategy") in ("tensor", "channel")
 
     def packed(self, who: str, face: Face) -> Packed:
-        """Return what ``pack`` makes of a face; raise TypeError unless it is named tensors."""
+        """Store a face by ``pack``, as named tensors; raise TypeError if that makes anything else."""
         who, found = f"{who}: layout {self.name!r}", self.pack(face)
         if not isinstance(found, dict) or not found:
             raise wrong(who, "a dictionary of tensors, which its function returns,", found)

@@ -173,9 +173,8 @@ def mismatch(
 
 def _plain_copy(model: nn.Module) -> nn.Module:
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "plain_: "
-        )  # that a copy has no masters: an engine gets other weights
+        # A copy has no masters, which ``plain_`` warns of; an engine gets other weights anyway.
+        warnings.filterwarnings("ignore", "plain_: ")
         return plain_(copy.deepcopy(model))
 
 
