@@ -752,6 +752,23 @@ def test_faces_whose_values_are_gone_warn_wherever_they_are_written(write):
     ht.plain_state_dict(model)  # without a word: the optimizer has them
 
 
+def test_a_checkpoint_that_is_loaded_without_its_optimizer_warns(tmp_path):
+    """Where the next optimizer would begin with faces, though the file has better values."""
+    model, resumed, alone = (persistent("fp8", seed=seed) for seed in range(3))
+    optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+    stand(model, optimizer)
+    checkpoint.save(tmp_path, 1, {"model": model, "optimizer": optimizer})
+    other = MasterWeights(torch.optim.SGD, resumed.parameters(), lr=0.1)
+    checkpoint.load(tmp_path, {"model": resumed, "optimizer": other})
+    stand(resumed, other)
+    checkpoint.load(tmp_path, {"model": alone})
+    with pytest.warns(UserWarning, match="layer 0 are gone"):
+        ht.plain_state_dict(alone)
+    other = MasterWeights(torch.optim.SGD, alone.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="layer 0, .*rounded"):
+        stand(alone, other)
+
+
 @pytest.mark.parametrize("gone", GONE)
 def test_parts_that_are_written_after_the_masters_are_gone_warn(gone):
     """Of the rest there are no values to hold theirs beside."""

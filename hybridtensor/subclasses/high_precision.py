@@ -201,6 +201,12 @@ class HighPrecisionValues:
         """Release the original, because the faces were made from better values elsewhere."""
         self.original, self.follows, self.loaded = None, False, False
 
+    def leave_values(self) -> None:
+        """Release the original, as a master has the values of the faces: one of this weight, or one that was not
+        loaded."""
+        self.release_original()
+        self._stepped = True
+
     def is_of(self, master: Tensor) -> bool:
         """Return whether ``master`` holds the values."""
         return self.master is master

@@ -119,7 +119,8 @@ class Restoration:
         if self._has_same_recipe(full) and full in self._with_faces:
             self.target[entry][name] = value
             self._loaded[entry][name] = value
-            self._after.append(_persistent(parameter).high_precision.release_original)
+            known, stored = _persistent(parameter).high_precision, self._stored_master(entry, name)
+            self._after.append(known.release_original if stored is None else known.leave_values)
         elif master is not None and any(
             master is m for t in self.target.values() for m in _masters(t)
         ):
