@@ -90,8 +90,8 @@ def warn_of_lost(who: str, weights: Iterable[Tensor]) -> None:
     if lost:
         warnings.warn(
             f"{who}: the values in high precision of persistent weights{of_layers(lost)} are gone with their "
-            "optimizer, or were left in what was copied; what the faces hold takes their place. Call it on the model "
-            "that hybridtensor.optim.MasterWeights steps, while that lives",
+            "optimizer, or were left in what was copied or loaded; what the faces hold takes their place. Load the "
+            "optimizer with the model, and call it while hybridtensor.optim.MasterWeights lives",
             UserWarning,
             stacklevel=level_of_caller(),
         )

@@ -28,9 +28,8 @@ def stream_of(tensor: Tensor) -> Stream:
     status, number = ctypes.c_int(), ctypes.c_uint64()
     found = ctypes.byref(status), ctypes.byref(number), None, None, None
     _call("cuStreamGetCaptureInfo_v2", ctypes.c_void_p(stream), *found)
-    return (
-        (stream, number.value) if status.value else stream
-    )  # that of another device may be in none
+    # That of a device that is not current may be in no capture.
+    return (stream, number.value) if status.value else stream
 
 
 @contextlib.contextmanager

@@ -105,9 +105,8 @@ class CommonScale:
             (weakref.ref(weight.record), weight.changes, weight.config, weight.plain.data_ptr())
             for weight in weights
         ]
-        measured.append(
-            (stream if captured else None,)
-        )  # in a capture nothing is measured but for its replays
+        # While a graph is captured nothing runs: what it measures is known to itself alone.
+        measured.append((stream if captured else None,))
         written = measured != self._measured or (_is_replayed(weights) and not captured)
         if not written and not dispatch_modes():
             return
