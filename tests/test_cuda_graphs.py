@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees
 
 import hybridtensor as ht
+from hybridtensor.ops import amaxes
 from hybridtensor.ops.kernel_library import Launch
 from hybridtensor.optim import MasterWeights
 from hybridtensor.testing import random_tensor
@@ -251,6 +252,83 @@ def test_layers_of_one_graph_share_casts(recipe, monkeypatch):
     in_eager_code = len(counted)
     capture(step)
     assert len(counted) == in_eager_code
+
+
+def test_launches_that_record_amaxes_do_not_grow_with_layers():
+    """Zeros for all layers are filled together, and what layers recorded is committed together."""
+    x, g = (random_tensor(TOKENS, FEATURES, device=DEVICE, seed=seed) for seed in (0, 1))
+
+    def fills_and_maxima(layers):
+        chain = nn.Sequential(*(nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(layers)))
+        model = ht.quantize_(chain.to(DEVICE, torch.bfloat16), "fp8_delayed")
+
+        def step():
+            model(x).backward(g)
+
+        warm_up(step)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            capture(step)
+        found = {event.key: event.count for event in profile.key_averages()}
+        return {name: found.get(f"aten::{name}", 0) for name in ("zero_", "fill_", "maximum", "_foreach_maximum_")}
+
+    x.requires_grad_()
+    of_few = fills_and_maxima(4)
+    assert of_few["_foreach_maximum_"] > 0
+    assert fills_and_maxima(12) == of_few
+
+
+def test_amaxes_of_a_capture_are_those_of_its_backwards():
+    """Of forwards that a backward follows, on any stream; what runs after the graph has them."""
+    eager, captured = Training("fp8_delayed"), Training("fp8_delayed")
+    side = torch.cuda.Stream()
+
+    def step(training):
+        x, g = training.x.detach().requires_grad_(), training.g
+        training.net(64 * x)  # no backward follows
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            training.net(4 * x).backward(g)
+        torch.cuda.current_stream().wait_stream(side)
+        training.net(x).backward(8 * g)
+
+    for training in (eager, captured):
+        training.fill(0)
+        training.step()
+        warm_up(functools.partial(step, training))
+        ht.step_(training.net)
+    graph = capture(functools.partial(step, captured))
+    for seed in range(1, 4):
+        for training in (eager, captured):
+            training.fill(seed)
+        step(eager)
+        graph.replay()
+        for training in (eager, captured):
+            ht.step_(training.net)
+        for of_eager, of_captured in zip(eager.net.buffers(), captured.net.buffers(), strict=True):
+            assert torch.equal(of_eager, of_captured)
+
+
+def test_a_backward_that_fails_in_a_capture_commits_nothing():
+    eager, captured = Training("fp8_delayed"), Training("fp8_delayed")
+
+    def stop(gradient):
+        raise RuntimeError("stop")
+
+    def fails():
+        hidden = 64 * captured.x
+        hidden.register_hook(stop)
+        captured.net(hidden).backward(captured.g)
+
+    for training in (eager, captured):
+        training.fill(0)
+        training.step()
+    with pytest.raises(RuntimeError, match="stop"):
+        capture(fails)
+    assert not amaxes._CAPTURED
+    for training in (eager, captured):
+        training.fill(1)
+        training.step()
+    assert_equal(eager, captured)
 
 
 def test_graphs_share_no_faces():

@@ -7,7 +7,7 @@ The life of an amax in a step:
    enabled, but the layer and all before it are frozen, forward commits them (``commit_alone``), unless the layer has a
    backward in the same step, which only eager code knows.
 3. ``fold`` takes the maximum of all that is committed and ``total``, for all layers at once: when somebody reads
-   ``AmaxRecord.amax``, and in ``step_``.
+   ``AmaxRecord.amax``, and in ``step_``; while a CUDA graph is captured, at the end of each backward.
 4. ``step_`` reduces the totals over ranks, moves them into the layers' histories, and zeros them.
 
 Casts of a compiled graph return their amaxes (``ReturnedAmaxes``), and its backward commits them into ``total`` at
@@ -24,16 +24,18 @@ from __future__ import annotations
 import bisect
 import collections
 import functools
+import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hybridtensor.ops.captures import Stream, stream_of
 from hybridtensor.ops.kernel_library import Launch, aligned_fp32, on_device
-from hybridtensor.ops.library import define, implement, is_captured
+from hybridtensor.ops.library import backward_that_runs, define, implement, is_captured
 
 _CHUNK = 4096  # numbers that are allocated at once
 _SPARE = 8
@@ -99,18 +101,18 @@ class AmaxRecord:
 
     def provisional(self) -> Tensor:
         """Allocate fp32 zeros ``[S]`` for the casts of one forward and its backward."""
-        if self._spare and not is_captured():
+        captured = is_captured()
+        if self._spare and not captured:
             return self._spare.pop()
         # Out of sight of dispatch modes: what was spare in the first pass of selective checkpointing is none in its
         # second, which looks for the results of the same operators.
         with torch.inference_mode(False), _disable_current_modes():
-            return torch.zeros_like(self.total)
+            return _captured_zeros(self.total) if captured else torch.zeros_like(self.total)
 
     def commit(self, *amaxes: Tensor) -> None:
         """Commit the amaxes of a forward and its backward; they are folded in later, those of all layers at once."""
-        if is_captured():  # what is folded in later would not be part of the graph
-            for amax in amaxes:
-                torch.maximum(self.total, amax, out=self.total)
+        if is_captured():
+            _commit_captured(self, amaxes)
             return
         for amax in amaxes:
             if amax is not self.total:
@@ -160,14 +162,12 @@ class AmaxRecord:
 def fold(records: Sequence[AmaxRecord], *, ends_step: bool = False) -> None:
     """Fold committed amaxes into records of one device; ``ends_step`` allocates zeros for those of the next step."""
     if is_captured():
+        commits = _CAPTURED.get(backward_that_runs())
+        if commits is not None:
+            commits.fold()
         return
-    folded: list[AmaxRecord] = []
     with torch.no_grad():
-        while pending := [record for record in records if record._committed]:
-            measured = [record._committed.popitem()[1] for record in pending]
-            # One launch for a record of each layer, until none has any left.
-            torch._foreach_maximum_([record.total for record in pending], measured)
-            folded += pending
+        folded = _fold({record: record._committed for record in records})
         # Not in the memory of those, which another layer may have, too, and fold in later.
         lacking = [record for record in folded if len(record._spare) < _SPARE]
         if ends_step and lacking:
@@ -176,6 +176,76 @@ def fold(records: Sequence[AmaxRecord], *, ends_step: bool = False) -> None:
             )
             for record, zeros in zip(lacking, spare, strict=True):
                 record._spare.append(zeros)
+
+
+def _fold(committed: Mapping[AmaxRecord, dict[int, Tensor]]) -> list[AmaxRecord]:
+    """Fold amaxes, by their ids, into their records, and return those, once for each of their amaxes."""
+    folded: list[AmaxRecord] = []
+    while pending := [record for record, amaxes in committed.items() if amaxes]:
+        measured = [committed[record].popitem()[1] for record in pending]
+        # One launch for an amax of each layer, until none has any left.
+        torch._foreach_maximum_([record.total for record in pending], measured)
+        folded += pending
+    return folded
+
+
+class _CapturedCommits:
+    """What a backward commits while a CUDA graph is captured, of which only what is folded in by its end is part."""
+
+    def __init__(self) -> None:
+        self.by_record: dict[AmaxRecord, dict[int, Tensor]] = {}
+
+    def fold(self) -> None:
+        for record, amaxes in self.by_record.items():
+            stream = torch.cuda.current_stream(record.total.device)
+            for amax in amaxes.values():
+                # Layers may have run on other streams, for which the engine made this one wait.
+                amax.record_stream(stream)
+        with torch.no_grad():
+            _fold(self.by_record)
+
+
+# By the number of the backward. The engine owns them, since it calls ``fold`` at the end: those of a backward that
+# raises die with it, as their memory does with the capture.
+_CAPTURED: weakref.WeakValueDictionary[int, _CapturedCommits] = weakref.WeakValueDictionary()
+
+
+def _commit_captured(record: AmaxRecord, amaxes: Sequence[Tensor]) -> None:
+    """Commit amaxes while a CUDA graph is captured: with those of other layers, or at once outside of a backward."""
+    backward = backward_that_runs()
+    if backward == -1:
+        for amax in amaxes:
+            torch.maximum(record.total, amax, out=record.total)
+        return
+    commits = _CAPTURED.get(backward)
+    if commits is None:
+        commits = _CAPTURED[backward] = _CapturedCommits()
+        # Private in torch, and what FSDP2 calls, too
+        torch.autograd.Variable._execution_engine.queue_callback(commits.fold)
+    commits.by_record.setdefault(record, {}).update((id(amax), amax) for amax in amaxes)
+
+
+_AT_ONCE = 64  # forwards of a capture whose zeros are filled by one launch
+_Filled = tuple[
+    weakref.ref[Tensor], Iterator[int]
+]  # zeros, and numbers of those that are not in use
+_FILLED: dict[tuple[Stream, int], _Filled] = {}  # by stream and size
+
+
+def _captured_zeros(like: Tensor) -> Tensor:
+    """Allocate fp32 zeros ``[S]`` while a CUDA graph is captured."""
+    # Zeros that are left over are found only while others are in use: nothing may hold memory of the graph's pool.
+    # Another capture has another key.
+    key = stream_of(like), len(like)
+    known = _FILLED.get(key)
+    memory, number = (None, 0) if known is None else (known[0](), next(known[1]))
+    if memory is None or number >= _AT_ONCE:
+        for other, (filled, _) in list(_FILLED.items()):
+            if filled() is None:
+                _FILLED.pop(other, None)
+        memory, number = like.new_zeros(_AT_ONCE, aligned_fp32(len(like))), 0
+        _FILLED[key] = weakref.ref(memory), itertools.count(1)
+    return memory[number, : len(like)]
 
 
 def several_zeros(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
