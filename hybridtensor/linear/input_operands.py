@@ -22,7 +22,7 @@ from torch.autograd.graph import Node
 from hybridtensor.linear.operands import QUANTIZED, Needs, Operand, Weight, as_matrix
 from hybridtensor.linear.sharing import Reading, reading
 from hybridtensor.ops import Face, after
-from hybridtensor.ops.amaxes import AmaxRecord, ReturnedAmaxes
+from hybridtensor.ops.amaxes import AmaxRecord, RecordedAmax
 from hybridtensor.ops.library import is_traced, saved_tensors_hooks
 from hybridtensor.ops.order import can_recompute, is_in_region, prefer_recompute
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
@@ -57,7 +57,7 @@ class SavedInput(Operand):
         context: Context,
         sharing: SharedFace,
         recomputed: bool,
-        amax_record: Tensor | ReturnedAmaxes | None,
+        amax_record: RecordedAmax,
     ) -> None:
         super().__init__(row, None, amax_record)
         self._x: Tensor | None = x
@@ -102,7 +102,7 @@ class ShardedInput(Operand):
         config: HybridConfig,
         dtype: torch.dtype,
         context: Context,
-        amax_record: Tensor | ReturnedAmaxes | None,
+        amax_record: RecordedAmax,
     ) -> None:
         super().__init__(row, columnwise_face(face.source, dtype, "grad_weight"), amax_record)
         self._sequence, self._quantize, self._sharing = face.sequence, face.quantize, face.sharing

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.ops import Face, FaceKind, Faces
-from hybridtensor.ops.amaxes import ReturnedAmaxes
+from hybridtensor.ops.amaxes import RecordedAmax
 from hybridtensor.quantizers import tokens
 from hybridtensor.subclasses import (
     FaceTensor,
@@ -87,7 +87,7 @@ class Operand:
         self,
         row: Face | None,
         column: Face | None,
-        amax_record: Tensor | ReturnedAmaxes | None = None,
+        amax_record: RecordedAmax = None,
     ) -> None:
         self._row, self._column, self.amax_record = row, column, amax_record
         self._kind: FaceKind | None = None

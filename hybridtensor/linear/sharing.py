@@ -32,12 +32,9 @@ _KEY: Any = "hybridtensor"  # of hooks, among the numbers of other hooks
 class Reading:
     """What sibling layers share of one input: its faces, the columnwise one if backward makes it, recorded amaxes."""
 
-    __slots__ = ("amax_record", "columnwise", "faces")
-
-    def __init__(self) -> None:
-        self.faces: Faces | None = None
-        self.amax_record: Tensor | None = None
-        self.columnwise: SharedFace | None = None
+    faces: Faces | None = None
+    amax_record: Tensor | None = None
+    columnwise: SharedFace | None = None
 
 
 class _Scope:

@@ -52,6 +52,10 @@ class ReturnedAmaxes:
         self.tensors: list[Tensor] = []
 
 
+RecordedAmax = Tensor | ReturnedAmaxes | None
+"""Where a cast recorded: fp32 ``[S]``, what a graph returns, or nothing."""
+
+
 class AmaxRecord:
     """The amaxes of one layer in the step under way.
 
@@ -74,7 +78,7 @@ class AmaxRecord:
     def __init__(self, size: int, device: torch.device) -> None:
         self._committed: dict[int, Tensor] = {}  # by their ids
         # Of forwards that no backward follows: amaxes, and what the input was measured into
-        self._alone: list[tuple[list[Tensor], Tensor | None]] = []
+        self._alone: list[tuple[Sequence[RecordedAmax], Tensor | None]] = []
         self.of_inputs: list[Tensor | None] = []
         self._spare: list[Tensor] = []  # zeros, for the forwards of the next step
         self.is_gathered = self.is_used = False
@@ -109,18 +113,18 @@ class AmaxRecord:
         with torch.inference_mode(False), _disable_current_modes():
             return _captured_zeros(self.total) if captured else torch.zeros_like(self.total)
 
-    def commit(self, *amaxes: Tensor) -> None:
+    def commit(self, *amaxes: RecordedAmax) -> None:
         """Commit the amaxes of a forward and its backward; they are folded in later, those of all layers at once."""
         if is_captured():
-            _commit_captured(self, amaxes)
+            _commit_captured(self, [amax for amax in amaxes if isinstance(amax, Tensor)])
             return
         for amax in amaxes:
-            if amax is not self.total:
+            if isinstance(amax, Tensor) and amax is not self.total:
                 self._committed[id(amax)] = amax
         if len(self._committed) >= _MOST_PENDING:
             fold([self])
 
-    def commit_alone(self, amaxes: list[Tensor], of_input: Tensor | None) -> None:
+    def commit_alone(self, amaxes: Sequence[RecordedAmax], of_input: Tensor | None) -> None:
         """Keep the amaxes of a forward that no backward follows until ``settle_alone``; ``of_input`` as for
         ``add_input``."""
         self.is_used = True

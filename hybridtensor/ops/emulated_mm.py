@@ -6,7 +6,9 @@ Shape letters: ``M`` rows of the left operand, ``N`` columns of the right one, `
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,7 @@ from hybridtensor.ops.library import autocasts
 from hybridtensor.ops.references.blocks import spread
 
 _FP32_MAX = torch.finfo(torch.float32).max
+_mm_into_fp32 = functools.partial(torch.mm, out_dtype=torch.float32)
 
 
 def multiply_emulated(
@@ -48,7 +51,8 @@ def multiply_emulated(
     plain = left_factor is None and right_factor is None and bias is None and not partial
     if plain and out_dtype == dtype == torch.bfloat16:
         return torch.mm(left, right.t())
-    out = _sum_of_blocks(a, b, left, right) if partial else _mm_float32(left, right.t())
+    mm = torch.mm if dtype == torch.float32 else _mm_into_fp32
+    out = _sum_of_blocks(a, b, left, right, mm) if partial else mm(left, right.t())
     if right_factor is not None:
         right_factor = right_factor.t()
     return scale_and_round(out, left_factor, right_factor, bias, out_dtype)
@@ -76,7 +80,9 @@ def sum_factor(face: Face) -> Tensor | None:
     return face.scale if face.format.block[1] is None else None
 
 
-def _sum_of_blocks(a: Face, b: Face, left: Tensor, right: Tensor) -> Tensor:
+def _sum_of_blocks(
+    a: Face, b: Face, left: Tensor, right: Tensor, mm: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
     """Return the sum of the blocks' partial products, each times its fp32 scales."""
     total = torch.zeros(left.shape[0], right.shape[0], dtype=torch.float32, device=left.device)
     contraction = left.shape[1]
@@ -85,7 +91,7 @@ def _sum_of_blocks(a: Face, b: Face, left: Tensor, right: Tensor) -> Tensor:
         if fmt.scales_partial_sums and fmt.block[1] is not None:
             ends.update(range(fmt.block[1], contraction, fmt.block[1]))
     for start, stop in itertools.pairwise([0, *sorted(ends)]):
-        part = _mm_float32(left[:, start:stop], right[:, start:stop].t())
+        part = mm(left[:, start:stop], right[:, start:stop].t())
         factor = _outer(block_factor(a, start, stop), block_factor(b, start, stop))
         total += part if factor is None else part * factor
     return total
@@ -111,9 +117,3 @@ def _outer(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     if left is None or right is None:
         return left if right is None else right.t()
     return (left * right.t()).clamp(max=_FP32_MAX)
-
-
-def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
-    if a.dtype == torch.float32:
-        return torch.mm(a, b)
-    return torch.mm(a, b, out_dtype=torch.float32)

@@ -137,7 +137,7 @@ class CastPlan:
 
     def _check_whole_blocks(self, matrix: Tensor, context: Context) -> None:
         extents = matrix.shape if context.role == "weight" else matrix.shape[-1]
-        if is_traced():  # extents may be symbols, which have no hash
+        if not context.direct and is_traced():  # extents may be symbols, which have no hash
             _check_matrix(matrix, self.request, context)
         elif extents not in self._whole:
             _check_matrix(matrix, self.request, context)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridtensor.ops import Hint
-from hybridtensor.ops.amaxes import AmaxRecord, ReturnedAmaxes
+from hybridtensor.ops.amaxes import AmaxRecord, RecordedAmax, ReturnedAmaxes
 from hybridtensor.state.dry_runs import is_dry_run
 
 
@@ -63,7 +63,7 @@ class StateTensors(NamedTuple):
 
     rounding: Tensor | None
     encode_scale: Tensor | None
-    amax: Tensor | ReturnedAmaxes | None
+    amax: RecordedAmax
     slots: tuple[str, ...] = ()
     rank: int = 0
     name: str = ""
@@ -91,8 +91,8 @@ class StateTensors(NamedTuple):
 
     def commit(
         self,
-        of_weight: Tensor | ReturnedAmaxes | None = None,
-        of_input: Tensor | ReturnedAmaxes | None = None,
+        of_weight: RecordedAmax = None,
+        of_input: RecordedAmax = None,
         *,
         alone: bool = False,
     ) -> None:
@@ -100,7 +100,7 @@ class StateTensors(NamedTuple):
         records them itself."""
         record = self.step_amax
         if isinstance(record, AmaxRecord):
-            found = [a for a in (self.amax, of_weight, of_input) if isinstance(a, Tensor)]
+            found = self.amax, of_weight, of_input
             of_input = of_input if isinstance(of_input, Tensor) else None
             if alone:
                 record.commit_alone(found, of_input)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.formats import Format, format_of_face
-from hybridtensor.ops.amaxes import ReturnedAmaxes
+from hybridtensor.ops.amaxes import RecordedAmax, ReturnedAmaxes
 from hybridtensor.ops.prologue import Prologue
 
 
@@ -180,7 +180,7 @@ class CastInputs(NamedTuple):
     """
 
     encode_scale: Tensor | None = None
-    amax_record: Tensor | ReturnedAmaxes | None = None
+    amax_record: RecordedAmax = None
     rounding: Tensor | None = None
     first_row: int = 0
     row_amax: Tensor | None = None
