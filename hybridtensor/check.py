@@ -206,7 +206,7 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
     # The private table, whose entries go: the attribute itself only adds to what autograd knows.
     tables = [p._post_accumulate_grad_hooks or {} for p in model.parameters()]
     hooks = [dict(table) for table in tables]
-    buffers = [(b, local(b).clone()) for b in model.buffers()]
+    buffers = [(b, b.clone()) for b in map(_written, model.buffers())]
     states = [(s, s.recorded, s.unrecorded) for s in layer_states(model)]
     # What a forward assigns: buffers, and the numbers by which it knows what they hold. Modules without buffers note
     # what happens once, as DistributedDataParallel does of its first forward, and lazy layers of their features.
@@ -217,7 +217,7 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
         torch.random.fork_rng(sorted(d for d in devices if d is not None)),
         without_recording(model),
         # A backward may read them whose forward ran before
-        preserve_versions(tuple(local(b) for b, _ in buffers if not local(b).is_inference())),
+        preserve_versions(tuple(b for b, _ in buffers if not b.is_inference())),
     ):
         for owner, _ in grads:
             owner.grad = None
@@ -235,9 +235,18 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
                 names.update({name: values[name] for name in names.keys() & values.keys()})
             with torch.no_grad():
                 for buffer, before in buffers:
-                    local(buffer).copy_(before)
+                    buffer.copy_(before)
             for state, recorded, unrecorded in states:
                 state.recorded, state.unrecorded = recorded, unrecorded
+
+
+def _written(buffer: Tensor) -> Tensor:
+    """Return this rank's part of a buffer, of an expanded one each element once: torch writes no others in place."""
+    own = local(buffer)
+    if own.layout == torch.strided:
+        for dim, stride in enumerate(own.stride()):
+            own = own.narrow(dim, 0, 1) if stride == 0 and own.shape[dim] > 1 else own
+    return own
 
 
 def _report(model: nn.Module, recorder: _Recorder, total: int, uncounted: set[str]) -> Check:

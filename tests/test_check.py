@@ -149,6 +149,25 @@ def test_buffers_with_aliases_are_restored():
     assert net.first.data_ptr() == net.cache.data_ptr()
 
 
+class Expanding(nn.Module):
+    """Adds an expanded buffer, and writes what it is a view of."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.own = nn.Linear(64, 64), torch.zeros(1, 64)
+        self.register_buffer("shift", self.own.expand(len(X), 64))
+
+    def forward(self, x):
+        self.own += 1
+        return self.linear(x + self.shift)
+
+
+def test_expanded_buffers_are_restored():
+    net = ht.quantize_(Expanding(), "fp8")
+    assert ht.check(net, X).products
+    assert not net.shift.any()
+
+
 class Reassigning(nn.Module):
     """Assigns a new tensor and number in each forward, as rotary embeddings of Transformers do that grow."""
 
