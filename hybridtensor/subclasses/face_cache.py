@@ -17,6 +17,7 @@ one microbatch, 2 evaluations   ``R R``                      ``R R``      ``R``
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -73,6 +74,7 @@ class ForwardUse(NamedTuple):
 EVALUATION = ForwardUse(trained=False, backward_follows=False)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class FaceCache:
     """The cached faces of one weight.
 
@@ -87,40 +89,25 @@ class FaceCache:
         last_use: How a forward used the weight last, or None if none did.
     """
 
-    __slots__ = (
-        "_backwards",
-        "_evaluated",
-        "_evaluations",
-        "_expected",
-        "_forwards",
-        "_last_evaluated",
-        "_last_forwards",
-        "_stamp",
-        "_used",
-        "_views",
-        "awaits_column",
-        "last_use",
-        "stream",
-    )
-
-    def __init__(self) -> None:
-        self._stamp: Stamp | None = None
-        # By stream, too: while one thread uses the cache, another one may store faces of its own. Replaced where it is
-        # emptied: what a thread still puts into the former one is of no use to anybody.
-        self._views: dict[tuple[Place, Stream], CachedFaces] = {}
-        # A step is what lies between two writes. Forwards and backwards of training in this step, and forwards in the
-        # last one that had any
-        self._forwards = self._backwards = self._last_forwards = 0
-        # Evaluations in this step, and in the last one that had forwards of training
-        self._evaluated = self._last_evaluated = 0
-        # Evaluations since the last forward of training
-        self._evaluations = 0
-        # Forwards and evaluations of a step, if the last two that had forwards had equally many and evaluated; else 0
-        self._expected = 0
-        self._used = False  # in a forward since the last write
-        self.awaits_column = False
-        self.last_use: ForwardUse | None = None
-        self.stream: Stream | None = None
+    awaits_column: bool = False
+    stream: Stream | None = None
+    last_use: ForwardUse | None = None
+    _stamp: Stamp | None = None
+    # By stream, too: while one thread uses the cache, another one may store faces of its own. Replaced where it is
+    # emptied: what a thread still puts into the former one is of no use to anybody.
+    _views: dict[tuple[Place, Stream], CachedFaces] = field(default_factory=dict)
+    # Forwards and backwards of training in this step, which is what lies between two writes, and forwards in the last
+    # one that had any
+    _forwards: int = 0
+    _backwards: int = 0
+    _last_forwards: int = 0
+    # Evaluations in this step, and in the last one that had forwards of training
+    _evaluated: int = 0
+    _last_evaluated: int = 0
+    _evaluations: int = 0  # since the last forward of training
+    # Forwards and evaluations of a step, if the last two that had forwards had equally many and evaluated; else 0
+    _expected: int = 0
+    _used: bool = False  # in a forward since the last write
 
     def use(
         self, place: Place, stamp: Stamp, stream: Stream, forward: ForwardUse | None

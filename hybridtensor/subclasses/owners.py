@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
-from hybridtensor.dtensor import local
 from hybridtensor.state import LayerState, StateTensors
-from hybridtensor.subclasses.record import WeightRecord
+from hybridtensor.subclasses.record import Place, WeightRecord
 
 if TYPE_CHECKING:
     from hybridtensor.recipes.config import HybridConfig
@@ -26,19 +25,6 @@ class LayerRecipe(NamedTuple):
 
     config: HybridConfig
     state: LayerState
-
-
-class Place(NamedTuple):
-    """Where a module has a weight; the module weakly."""
-
-    module: weakref.ref[nn.Module]
-    name: str
-
-    def has(self, record: WeightRecord) -> bool:
-        """Return whether the weight that is there now has this record."""
-        module = self.module()
-        found = None if module is None else module._parameters.get(self.name)
-        return found is not None and getattr(local(found), "record", None) is record
 
 
 _places: weakref.WeakKeyDictionary[LayerState, list[Place]] = weakref.WeakKeyDictionary()

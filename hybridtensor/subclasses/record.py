@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import shared_cache
 
+from hybridtensor.dtensor import local
 from hybridtensor.ops.amaxes import ReturnedAmaxes
 from hybridtensor.ops.autograd import version_of
 from hybridtensor.ops.captures import Stream
@@ -20,11 +22,17 @@ from hybridtensor.subclasses.high_precision import HighPrecisionValues
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
-class Place(Protocol):
-    """Interface of ``owners.Place``, where a module has a weight."""
+class Place(NamedTuple):
+    """Where a module has a weight; the module weakly."""
+
+    module: weakref.ref[nn.Module]
+    name: str
 
     def has(self, record: WeightRecord) -> bool:
         """Return whether the weight that is there now has this record."""
+        module = self.module()
+        found = None if module is None else module._parameters.get(self.name)
+        return found is not None and getattr(local(found), "record", None) is record
 
 
 class Gathered(Protocol):
@@ -46,13 +54,12 @@ class Gathered(Protocol):
         """Record that a compiled graph holds the tensors of the faces."""
 
 
+@dataclass(slots=True)
 class _Holder:
     """A plain tensor inside a wrapper, weakly, with its version counter at the last use."""
 
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: weakref.ref[Tensor], version: int) -> None:
-        self.tensor, self.version = tensor, version
+    tensor: weakref.ref[Tensor]
+    version: int
 
 
 class ReadBy(NamedTuple):
@@ -62,6 +69,7 @@ class ReadBy(NamedTuple):
     quantizer: object
 
 
+@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class WeightRecord:
     """Metadata of one weight, shared by its aliases and views.
 
@@ -90,64 +98,38 @@ class WeightRecord:
         face_cache: The cached faces.
         context: Cached context of the weight; None if it was not requested, or for a stack.
         for_products: Cached context, recipe, and the context of faces that only products read.
-        place: The ``owners.Place`` where the weight was found last, or None.
+        place: The ``Place`` where the weight was found last, or None.
         readers: The layers that an input was quantized for; None of any other tensor.
         amaxes: Record of such an input's amaxes, for the forward that reads it, or None.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_holders",
-        "amaxes",
-        "changes",
-        "compiled_writes",
-        "context",
-        "counted_writes",
-        "cut",
-        "face_cache",
-        "first",
-        "for_products",
-        "gathered",
-        "is_copy",
-        "is_held_elsewhere",
-        "is_interprocess",
-        "is_new",
-        "is_of_graph",
-        "layer",
-        "place",
-        "readers",
-        "replayed",
-        "section",
-        "shard",
-        "values",
-        "writes",
-        "written_on",
-    )
-
-    def __init__(self, layer: LayerState | StateTensors | None = None) -> None:
-        self.layer = layer
-        self.values: HighPrecisionValues | None = None
-        # FSDP2's parameter owns the shard. A strong reference here would leak the model, because autograd's views refer
-        # to tensors where Python's collector does not look.
-        self.shard: weakref.ref[Any] | None = None
-        self.gathered: Gathered | None = None
-        self.section: Section | None = None
-        self.cut: tuple[object, Section] | None = None
-        self.first: int | None = None
-        self.is_new = 0
-        self.is_copy = self.is_of_graph = False
-        self.changes = self.writes = self.compiled_writes = 0
-        self.replayed = False
-        self.written_on: Stream | None = None
-        self.counted_writes = 0
-        self.is_held_elsewhere = self.is_interprocess = False
-        self.face_cache = FaceCache()
-        self.context: Context | None = None
-        self.for_products: tuple[Context, object, Context] | None = None
-        self.place: Place | None = None
-        self.readers: ReadBy | None = None
-        self.amaxes: Tensor | ReturnedAmaxes | None = None
-        self._holders: dict[int, _Holder] = {}
+    layer: LayerState | StateTensors | None = None
+    values: HighPrecisionValues | None = None
+    # FSDP2's parameter owns the shard. A strong reference here would leak the model, because autograd's views refer to
+    # tensors where Python's collector does not look.
+    shard: weakref.ref[Any] | None = None
+    gathered: Gathered | None = None
+    section: Section | None = None
+    cut: tuple[object, Section] | None = None
+    first: int | None = None
+    is_new: int = 0
+    is_copy: bool = False
+    is_of_graph: bool = False
+    changes: int = 0
+    writes: int = 0
+    written_on: Stream | None = None
+    compiled_writes: int = 0
+    counted_writes: int = 0
+    is_held_elsewhere: bool = False
+    is_interprocess: bool = False
+    replayed: bool = False
+    face_cache: FaceCache = field(default_factory=FaceCache)
+    context: Context | None = None
+    for_products: tuple[Context, object, Context] | None = None
+    place: Place | None = None
+    readers: ReadBy | None = None
+    amaxes: Tensor | ReturnedAmaxes | None = None
+    _holders: dict[int, _Holder] = field(default_factory=dict)
 
     def with_values(self, values: HighPrecisionValues | None) -> WeightRecord:
         """Return a record of the same weight with other values, not shared with existing aliases."""
