@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -36,6 +36,9 @@ from hybridtensor.subclasses import HybridTensor, is_converted
 from hybridtensor.subclasses.faces import face_tensor
 
 c10d = torch.ops._c10d_functional
+
+Send = Callable[[Tensor], Tensor]
+"""Sends rows along a route, in one direction."""
 
 
 class Route(NamedTuple):
@@ -100,21 +103,19 @@ def _exchanged(tensor: Tensor, sent: list[int], received: list[int], group: str)
     return arrived
 
 
-def moved(tensor: Tensor, route: Route, *, back: bool, quantizer: Quantizer | None) -> Tensor:
-    """Send rows along a route, quantized if a quantizer is given."""
+def _moved(tensor: Tensor, send: Send, quantizer: Quantizer | None) -> Tensor:
+    """Send rows, quantized if a quantizer is given."""
     if quantizer is None:
-        return route.back(tensor) if back else route.there(tensor)
-    return rowwise_values(_moved_face(tensor, route, quantizer, back=back), tensor.dtype)
+        return send(tensor)
+    return rowwise_values(_moved_face(tensor, send, quantizer), tensor.dtype)
 
 
-def _moved_face(tensor: Tensor, route: Route, quantizer: Quantizer, *, back: bool) -> Face:
+def _moved_face(tensor: Tensor, send: Send, quantizer: Quantizer) -> Face:
     """Return the rowwise face of rows that were sent; each row has its own scales."""
     face = one_face(quantizer, tensor, "rowwise", tensor.dtype)
     arrived = []
     for index, one in enumerate(face.tensors()):
-        # As bytes: gloo does not send FP8.
-        rows = bytewise(one)
-        whole = route.back(rows) if back else route.there(rows)
+        whole = send(bytewise(one))  # gloo does not send FP8
         if index == 1 and face.format.block[1] is not None:  # scales lie block by block
             whole = whole.t().contiguous().t()
         arrived.append(whole.view(one.dtype))
@@ -122,50 +123,35 @@ def _moved_face(tensor: Tensor, route: Route, quantizer: Quantizer, *, back: boo
 
 
 class _Ctx(FunctionCtx):
-    """What forward saves for backward: the route, the gradient's direction along it, and its quantizer."""
+    """What forward saves for backward: how the gradient is sent, and its quantizer."""
 
-    how: tuple[Route, bool, Quantizer | None]
+    how: tuple[Send, Quantizer | None]
 
 
 class _Move(Function):
-    """Autograd function that sends rows to their experts or back; the gradient goes the other way."""
+    """Autograd function that sends rows to their experts or back, maybe as quantized faces; the gradient goes the
+    other way."""
 
     @staticmethod
     def forward(
         ctx: _Ctx,
         tensor: Tensor,
-        route: Route,
-        back: bool,
+        send: Send,
+        send_back: Send,
         quantizer: Quantizer | None,
         of_gradient: Quantizer | None,
+        as_faces: bool,
     ) -> Tensor:
-        ctx.how = route, not back, of_gradient
-        return moved(tensor, route, back=back, quantizer=quantizer)
-
-    @staticmethod
-    def backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
-        route, back, quantizer = ctx.how
-        grad = moved(grad_output.contiguous(), route, back=back, quantizer=quantizer)
-        return grad, None, None, None, None
-
-
-class _Dispatch(Function):
-    """Autograd function that sends tokens to their experts as quantized faces."""
-
-    @staticmethod
-    def forward(
-        ctx: _Ctx, tensor: Tensor, route: Route, quantizer: Quantizer, of_gradient: Quantizer | None
-    ) -> HybridTensor:
-        ctx.how = route, True, of_gradient
-        face = _moved_face(tensor, route, quantizer, back=False)
+        ctx.how = send_back, of_gradient
+        if quantizer is None or not as_faces:
+            return _moved(tensor, send, quantizer)
+        face = _moved_face(tensor, send, quantizer)
         size = (face.qdata.shape[0], tensor.shape[1])
         return HybridTensor(face_tensor(face, -1, size, tensor.dtype), None)
 
     @staticmethod
-    def backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
-        route, back, quantizer = ctx.how
-        grad = moved(grad_output.contiguous(), route, back=back, quantizer=quantizer)
-        return grad, None, None, None
+    def backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return _moved(grad_output.contiguous(), *ctx.how), None, None, None, None, None
 
 
 class ExpertParallel(ParallelStyle):
@@ -324,15 +310,14 @@ class _Forward:
         quantizer, reason = _input_quantizer(style, module)
         if quantizer is None:
             _tell_once(module, reason)
-            mine = _Move.apply(tokens[:routed], route, False, None, of_gradient)
-        else:
-            mine = _Dispatch.apply(tokens[:routed], route, quantizer, of_gradient)
+        there, back = route.there, route.back
+        mine = _Move.apply(tokens[:routed], there, back, quantizer, of_gradient, True)
         given = route.counts
         if style.ends:
             given = given.cumsum(0, dtype=torch.int32)
         with _local_parts(module):
             out = self._run(mine, given)
-        y = _Move.apply(out, route, True, style.combine, of_gradient)
+        y = _Move.apply(out, back, there, style.combine, of_gradient, False)
         rest = tokens.shape[0] - routed
         return torch.cat([y, y.new_zeros(rest, y.shape[1])]) if rest else y
 
