@@ -23,7 +23,7 @@ from hybridtensor.arguments import require_int, require_module, require_path
 from hybridtensor.inference.config import inference_config
 from hybridtensor.inference.layouts import AUTO, Settings
 from hybridtensor.inference.names import unwrapped
-from hybridtensor.inference.tensors import BUCKET, tensors_for
+from hybridtensor.inference.tensors import BUCKET, Wanted, tensors_for
 from hybridtensor.ranks import TIMEOUT, together
 from hybridtensor.state.contract import is_first_rank
 from hybridtensor.untrusted.files import digest_file, own_folder, sync_folder
@@ -83,11 +83,8 @@ def export_pretrained(
     first = is_first_rank(who, model)
     everyone = together(who, model, timeout)
     library, target = everyone(lambda: _given(who, folder, shard_bytes, first))
-    tensors = tensors_for(
-        who, model, timeout, layout=layout, experts=experts, dtype=dtype,
-        bucket_bytes=bucket_bytes, ranks="first", static_inputs=static_inputs,
-    )  # fmt: skip
-
+    wanted = Wanted(layout, experts, dtype, bucket_bytes, "first", static_inputs)
+    tensors = tensors_for(who, model, timeout, wanted)
     make = partial(inference_config, model, layout, experts=experts, static_inputs=static_inputs)
     config = everyone(lambda: _config(model, make(), dtype))
     with contextlib.ExitStack() as stack:

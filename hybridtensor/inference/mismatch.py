@@ -29,7 +29,7 @@ from hybridtensor.inference.engine_mode import (
     put_weights,
 )
 from hybridtensor.inference.layouts import AUTO, require_layout
-from hybridtensor.inference.tensors import BUCKET, tensors_for
+from hybridtensor.inference.tensors import Wanted, tensors_for
 from hybridtensor.inference.weights import Exported, exported, named
 from hybridtensor.layers import evaluating
 from hybridtensor.plain import plain_
@@ -154,7 +154,8 @@ def mismatch(
     require_int(_WHO, at_least=0, seed=seed)
     _check(model, layout, activation, tensors is not None, static_inputs)
     found = [one for one in exported(_WHO, model, layout) if one.layout is not None]
-    known = _by_name(_exported(model, layout, static_inputs) if tensors is None else tensors)
+    wanted = Wanted(layout, "stacked", static_inputs=static_inputs)
+    known = _by_name(tensors_for(_WHO, model, TIMEOUT, wanted) if tensors is None else tensors)
     with evaluating(model), restored(model, batch):
         with restored(model, batch):  # the engine begins with the same buffers and random numbers
             ran, trained = _recorded(model, batch, found)
@@ -176,14 +177,6 @@ def _plain_copy(model: nn.Module) -> nn.Module:
         # A copy has no masters, which ``plain_`` warns of; an engine gets other weights anyway.
         warnings.filterwarnings("ignore", "plain_: ")
         return plain_(copy.deepcopy(model))
-
-
-def _exported(model: nn.Module, layout: str, static_inputs: bool) -> Iterable[tuple[str, Tensor]]:
-    """Return the tensors of an engine that has what would be exported now."""
-    return tensors_for(
-        _WHO, model, TIMEOUT, layout=layout, experts="stacked", dtype=torch.bfloat16,
-        bucket_bytes=BUCKET, ranks="all", static_inputs=static_inputs,
-    )  # fmt: skip
 
 
 def _put_plain(engine: nn.Module, known: Mapping[str, Tensor], converted: set[str]) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +33,17 @@ from hybridtensor.state.contract import is_first_rank
 
 BUCKET = 256 * 2**20
 _WHO = "inference_tensors"
+
+
+class Wanted(NamedTuple):
+    """What ``inference_tensors`` is asked for; see there."""
+
+    layout: str
+    experts: str
+    dtype: torch.dtype = torch.bfloat16
+    bucket_bytes: int = BUCKET
+    ranks: str = "all"
+    static_inputs: bool = False
 
 
 def inference_tensors(
@@ -87,48 +97,23 @@ def inference_tensors(
             values that are too large for fp16.
         RuntimeError: If a rank is gone; on every rank.
     """
-    return tensors_for(
-        _WHO, model, timeout, layout=layout, experts=experts, dtype=dtype,
-        bucket_bytes=bucket_bytes, ranks=ranks, static_inputs=static_inputs,
-    )  # fmt: skip
+    wanted = Wanted(layout, experts, dtype, bucket_bytes, ranks, static_inputs)
+    return tensors_for(_WHO, model, timeout, wanted)
 
 
 def tensors_for(
-    who: str, model: nn.Module, timeout: datetime.timedelta, *, ranks: str, **given: Any
+    who: str, model: nn.Module, timeout: datetime.timedelta, wanted: Wanted
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate as ``inference_tensors`` does, with all its arguments; ``who`` begins messages."""
+    """Iterate as ``inference_tensors`` does; ``who`` begins messages."""
     require_module(who, model)
     require_timeout(who, timeout)
-    mine = ranks == "all" or is_first_rank(who, model)
-    given["ranks"] = ranks
-    names, found = together(who, model, timeout)(lambda: _read(who, model, **given))
-    everyone = _agreed(who, model, timeout, given, found)
-    pack = functools.partial(
-        _packed,
-        who,
-        names=names,
-        stacks=_stacks_to_split(found),
-        static_inputs=given["static_inputs"],
-    )
-    return _named(
-        who, found, pack, given["dtype"], given["bucket_bytes"], ranks == "first", mine, everyone
-    )
-
-
-def _agreed(
-    who: str,
-    model: nn.Module,
-    timeout: datetime.timedelta,
-    given: dict[str, object],
-    found: list[Exported],
-) -> Ranks | None:
-    """Return the ranks of a sharded model, which were given and found the same; None for one process."""
-    if not is_sharded(model):
-        return None
-    everyone = Ranks(who, None, timeout)
-    known = {name: str(value) for name, value in (*given.items(), ("timeout", timeout))}
-    check_arguments(everyone, **known, weights=_digest(found))
-    return everyone
+    mine = wanted.ranks == "all" or is_first_rank(who, model)
+    names, found = together(who, model, timeout)(lambda: _read(who, model, wanted))
+    everyone = Ranks(who, None, timeout) if is_sharded(model) else None
+    if everyone is not None:
+        given = {name: str(value) for name, value in wanted._asdict().items()}
+        check_arguments(everyone, **given, timeout=str(timeout), weights=_digest(found))
+    return _named(who, wanted, names, found, mine, everyone)
 
 
 def _stacks_to_split(found: Iterable[Exported]) -> set[str]:
@@ -137,29 +122,19 @@ def _stacks_to_split(found: Iterable[Exported]) -> set[str]:
     return {one.name for one in of_layouts if one.layout and not one.layout.whole_stacks}
 
 
-def _read(
-    who: str,
-    model: nn.Module,
-    *,
-    layout: str,
-    experts: str,
-    dtype: torch.dtype,
-    bucket_bytes: int,
-    ranks: str,
-    static_inputs: bool,
-) -> tuple[Names, list[Exported]]:
+def _read(who: str, model: nn.Module, wanted: Wanted) -> tuple[Names, list[Exported]]:
     """Check arguments, and find what is exported and its names: on all ranks, as one may have another argument."""
-    require_layout(who, layout)
-    require_dtype(who, dtype)
-    require_int(who, at_least=1, bucket_bytes=bucket_bytes)
-    require_choice(who, "ranks", ranks, ("all", "first"))
-    require_flag(who, static_inputs=static_inputs)
-    found = exported(who, model, layout)
+    require_layout(who, wanted.layout)
+    require_dtype(who, wanted.dtype)
+    require_int(who, at_least=1, bucket_bytes=wanted.bucket_bytes)
+    require_choice(who, "ranks", wanted.ranks, ("all", "first"))
+    require_flag(who, static_inputs=wanted.static_inputs)
+    found = exported(who, model, wanted.layout)
     for one in found:
         require_memory(who, one.name, one.value)
-    if static_inputs:
+    if wanted.static_inputs:
         check_inputs(who, found)
-    return names_of(who, model, experts, found), found
+    return names_of(who, model, wanted.experts, found), found
 
 
 def _digest(found: list[Exported]) -> str:
@@ -173,18 +148,17 @@ def _digest(found: list[Exported]) -> str:
 
 def _named(
     who: str,
+    wanted: Wanted,
+    names: Names,
     found: list[Exported],
-    pack: Callable[[Exported, Face | Tensor], Iterator[tuple[str, Tensor]]],
-    dtype: torch.dtype,
-    bucket_bytes: int,
-    first_only: bool,
     mine: bool,
     everyone: Ranks | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors, a bucket after the other; none unless they are ``mine``."""
-    places, seen = places_of(found), set[str]()
+    places, stacks, seen = places_of(found), _stacks_to_split(found), set[str]()
+    dtype, first_only = wanted.dtype, wanted.ranks == "first"
     failed: Exception | None = None
-    for bucket in _buckets(found, dtype, bucket_bytes):
+    for bucket in _buckets(found, dtype, wanted.bucket_bytes):
         if everyone is not None:  # gathers wait as long as their own groups say
             everyone.each(lambda: None)
         # Every rank takes part in every gather, also one that gets nothing, and one that has
@@ -193,7 +167,7 @@ def _named(
             if whole is None or not mine or failed is not None:
                 continue
             try:
-                pairs = list(pack(one, whole))
+                pairs = list(_packed(who, one, whole, names, stacks, wanted.static_inputs))
                 _check_new(who, one, pairs, seen)
             except Exception as error:  # other ranks may wait in gathers to come
                 failed = error
