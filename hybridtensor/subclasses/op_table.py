@@ -163,9 +163,7 @@ def _require_size_of_out(func: Func, args: Args, kwargs: Kwargs) -> None:
 @functools.cache
 def _has_out(op: Func) -> bool:
     """Return whether an operator writes into ``out``, by its schema, which is private."""
-    return any(
-        a.kwarg_only and a.alias_info and a.alias_info.is_write for a in op._schema.arguments
-    )
+    return any(argument.is_out for argument in op._schema.arguments)
 
 
 def _only_writes(func: Func, args: Args, kwargs: Kwargs) -> bool:
@@ -177,7 +175,7 @@ def _only_writes(func: Func, args: Args, kwargs: Kwargs) -> bool:
         return False
     read = []
     for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
+        if not argument.is_write:
             given = args[position : position + 1] or (kwargs.get(argument.name),)
             read += tree_leaves(given)
         elif argument.kwarg_only:
@@ -232,7 +230,7 @@ def _mutated(func: Func) -> list[tuple[int, str]]:
     return [
         (position, argument.name)
         for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if argument.is_write
     ]
 
 

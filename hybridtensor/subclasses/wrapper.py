@@ -60,7 +60,6 @@ class WrapperTensor(Tensor):
         stride: Stride,
         dtype: torch.dtype,
         device: torch.device,
-        requires_grad: bool = False,
     ) -> Self:
         """Create the outer tensor; ``stride=None`` is contiguous."""
         size = tuple(size)
@@ -74,7 +73,6 @@ class WrapperTensor(Tensor):
                 storage_size=0,  # whoever takes the storage gets no bytes, not memory that is not there
                 dtype=dtype,
                 device=device,
-                requires_grad=requires_grad,
             )
         # DLPack asks for the address in C++, past ``__dlpack__``; only this private flag refuses there.
         torch._C._set_throw_on_mutable_data_ptr(made)

@@ -125,6 +125,7 @@ def register_common(table: OpTable, slice_: SliceAlong[W], select: Select[W]) ->
     table.register(aten.as_strided.default)(_as_strided)
     table.register(aten.is_same_size.default)(_is_same_size)
     table.register(aten.is_set_to.default)(_is_set_to)
+    table.register(aten.is_pinned.default)(_is_pinned)
     table.register(*PLAIN_LIKE)(plain_like)
     _register_slicing(table, slice_)
     _register_selecting(table, select)
@@ -156,6 +157,10 @@ def _is_set_to(func: Func, args: Args, kwargs: Kwargs) -> bool:
     """Return whether two tensors are the same part of the same memory."""
     first, second = (flatten(tensor)[0] for tensor in args)
     return len(first) == len(second) and all(map(func, first, second))
+
+
+def _is_pinned(func: Func, args: Args, kwargs: Kwargs) -> bool:
+    return all(tensor.is_pinned() for tensor in flatten(args[0])[0])
 
 
 def plain_like(func: Func, args: Args, kwargs: Kwargs) -> Tensor:

@@ -29,7 +29,6 @@ from hybridtensor.subclasses.operators.matmul import register_matmul, require_re
 from hybridtensor.subclasses.operators.quantized import check_copy
 from hybridtensor.subclasses.quantized_tensor import QuantizedTensor
 from hybridtensor.subclasses.quantizing import mark_overwritten, refresh_, take_values_
-from hybridtensor.subclasses.structure import flatten
 from hybridtensor.subclasses.wrapper import WrapperTensor
 
 aten = torch.ops.aten
@@ -149,11 +148,6 @@ def _empty_faces(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     made = _on_faces(args[0], lambda face: func(face, *args[1:], **kwargs))
     made.record.is_new = args[0].record.is_new + 1
     return made
-
-
-@table.register(aten.is_pinned.default)
-def _is_pinned(func: Func, args: Args, kwargs: Kwargs) -> bool:
-    return all(tensor.is_pinned() for tensor in flatten(args[0])[0])
 
 
 @table.register(aten.copy_.default)

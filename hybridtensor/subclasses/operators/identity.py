@@ -51,12 +51,6 @@ def _on_source(func: Func, args: Args, kwargs: Kwargs) -> IdentityTensor:
     return IdentityTensor(func(args[0].source, *args[1:], **kwargs))
 
 
-@table.register(aten.is_pinned.default)
-def _is_pinned(func: Func, args: Args, kwargs: Kwargs) -> bool:
-    x: IdentityTensor = args[0]
-    return x.source.is_pinned()
-
-
 @table.register(aten.copy_.default)
 def _copy_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     dst: Tensor = args[0]

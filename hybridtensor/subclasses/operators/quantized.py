@@ -178,12 +178,6 @@ def _pin_memory(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     return x.map_inner(lambda t: t.pin_memory())
 
 
-@table.register(aten.is_pinned.default)
-def _is_pinned(func: Func, args: Args, kwargs: Kwargs) -> bool:
-    x: QuantizedTensor = args[0]
-    return x.qdata.is_pinned()
-
-
 @table.register(aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default)
 def _new(func: Func, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """Allocate a face of the same format; zeros have scale 1."""
