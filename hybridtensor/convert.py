@@ -145,18 +145,13 @@ def _carry_out(
     reshard(layer.weight for layer, _ in plan)
     with all_or_nothing(model, [layer for layer, _ in plan]) as undo:
         _convert_all(plan, persistent, scales, undo, forget_common_scales(plan))
-        _finish(model, plan, root)
+        mark_left_alone(layers_of(model, root), plan)
+        _share_inputs(model, plan, root)
+        _give_plain_values_to_all(model)
     intercept_others()
     detect_missing_step(model)
     bucket_weights(model)
     _tell_what_is_left(model)
-
-
-def _finish(model: nn.Module, plan: Plan, root: str) -> None:
-    """Set up hooks and sharing of inputs in the modules that contain the converted layers."""
-    mark_left_alone(layers_of(model, root), plan)
-    _share_inputs(model, plan, root)
-    _give_plain_values_to_all(model)
 
 
 def _convert_all(

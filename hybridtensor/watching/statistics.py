@@ -109,7 +109,7 @@ def _unrotated(fmt: Format) -> Format:
 
 
 class FaceNumbers(NamedTuple):
-    """Measurements of a part of a face: int64 counts, float64 norms and fp32 maxima."""
+    """Measurements of a part of a face, or their sums: int64 counts, float64 norms and fp32 maxima."""
 
     counts: Tensor
     norms: Tensor

@@ -13,7 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from hybridtensor.layers import layers_of
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.watching.statistics import FACE_COUNTS, FACE_MAXIMA, FACE_NORMS, PRODUCT_NORMS
+from hybridtensor.watching.statistics import (
+    FACE_COUNTS,
+    FACE_MAXIMA,
+    FACE_NORMS,
+    PRODUCT_NORMS,
+    FaceNumbers,
+)
 
 OPERANDS = tuple(
     (role, direction)
@@ -73,18 +79,10 @@ def _check_device(name: str, weight: Tensor) -> None:
         )
 
 
-class OfFace(NamedTuple):
-    """Sums of one face of a place."""
-
-    counts: Tensor
-    norms: Tensor
-    maxima: Tensor
-
-
 class OfPlace(NamedTuple):
     """Sums of one place: its faces (``OPERANDS``) and products."""
 
-    faces: list[OfFace]
+    faces: list[FaceNumbers]
     products: dict[str, Tensor]
 
 
@@ -137,7 +135,10 @@ class Sums:
         if known is None:
             n = self.numbers
             known = self._places[place] = OfPlace(
-                [OfFace(*one) for one in zip(*(t[place].unbind() for t in n[:3]), strict=True)],
+                [
+                    FaceNumbers(*one)
+                    for one in zip(*(t[place].unbind() for t in n[:3]), strict=True)
+                ],
                 dict(zip(GEMMS, n.products[place].unbind(), strict=True)),
             )
         return known

@@ -52,7 +52,7 @@ class _Write:
     writer: Writer
     planner: HybridSavePlanner
     plan: SavePlan
-    metadata: Metadata | None
+    metadata: Metadata
 
     def run(self) -> Path:
         """Write the step, then rename it."""
@@ -71,10 +71,6 @@ class _Write:
         self, everything: list[tuple[list[WriteResult], dict[str, tuple[int, str]]]]
     ) -> Path:
         """Write the manifest, sync the folder to disk and rename it, on the first rank."""
-        if self.metadata is None:
-            raise RuntimeError(
-                f"{self.ranks.who}: the planner made no metadata on the first rank; please report this"
-            )
         self.writer.finish(self.metadata, [results for results, _ in everything])
         for rank, (_, files) in zip(self.ranks.members, everything, strict=True):
             missing = [name for name in files if not (self.folder / name).is_file()]

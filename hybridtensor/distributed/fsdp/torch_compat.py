@@ -6,7 +6,7 @@ Read in torch 2.11 to 2.13; ``tests/distributed/test_torch_compat.py`` fails whe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hybridtensor.dtensor import local
 from hybridtensor.ops.autograd import version_of
 from hybridtensor.ops.library import backward_that_runs, saved_tensors_hooks
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPStateContext
 
 MISSING = ""  # the name that this torch lacks
 try:
@@ -147,16 +144,11 @@ class ShardedParam(NamedTuple):
             groups.append(info.replicate_process_group)
         return groups
 
-    @property
-    def context(self) -> FSDPStateContext[FSDPState]:
-        """The state that all wrapped modules under one root share."""
-        # Filled by the root's first forward. Without it, weights under one root could not be found
-        # in the same order on every rank, and their collectives would hang.
-        return self.state._state_ctx
-
     def under_the_same_root(self) -> Iterator[ShardedParam]:
         """Yield every parameter under the same root, on every rank in the same order."""
-        for state in self.context.all_states or [self.state]:
+        # The state that all wrapped modules under one root share, filled by the root's first forward. Without it,
+        # weights under one root could not be found in the same order on every rank, and their collectives would hang.
+        for state in self.state._state_ctx.all_states or [self.state]:
             yield from _parameters(state)
 
     def of_the_group(self) -> list[ShardedParam]:

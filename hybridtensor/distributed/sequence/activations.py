@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from hybridtensor.distributed.sequence.layout import SequenceLayout
 from hybridtensor.distributed.sequence.plan import gradient_plan, input_plan
 from hybridtensor.dtensor import local, mesh_along, name_of
 from hybridtensor.linear.layer_forward import recipe_of, runs_linear
-from hybridtensor.linear.operands import WEIGHTS, Weight
+from hybridtensor.linear.operands import WEIGHTS
 from hybridtensor.ops.library import autocasts, left_whole
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
@@ -111,7 +112,7 @@ def _gather_input(
         x = x.to(torch.get_autocast_dtype(x.device.type))
     plan = input_plan(quantizer, x.shape[dim], mesh.size(), several)
     if plan.reason:
-        _tell_once(part, "input", plan.reason)
+        _tell_once(part.layer_name, "input", plan.reason)
         values = DTensor.from_local(x, mesh, [Shard(dim)], run_check=False)
         return values.redistribute(placements=[Replicate()])
     state, recording = part.state, torch.is_grad_enabled()
@@ -143,7 +144,7 @@ def _scatter_output(y: DTensor, weight: DTensor, dim: int, name: str | None) -> 
     mesh = mesh_along(weight, name)
     plan = gradient_plan(part.config, y.shape[dim] // mesh.size(), mesh.size())
     if plan.reason:
-        _tell_once(part, "grad_output", plan.reason)
+        _tell_once(part.layer_name, "grad_output", plan.reason)
         return y.redistribute(placements=[Shard(dim)]).to_local()
     values = y.to_local(grad_placements=[Replicate()])
     context, rank = Context("grad_output", part.state), mesh.get_local_rank()
@@ -153,15 +154,12 @@ def _scatter_output(y: DTensor, weight: DTensor, dim: int, name: str | None) -> 
     return scattered
 
 
-def _tell_once(weight: Weight, role: str, reason: str) -> None:
+@functools.cache
+def _tell_once(layer: str, role: str, reason: str) -> None:
     """Log why tokens are gathered in high precision, at the first call."""
-    name = weight.layer_name
-    if (name, role, reason) not in _told:
-        _told.add((name, role, reason))
-        _logger.info("layer %s, %s: values are gathered, not bytes: %s", name, role, reason)
+    _logger.info("layer %s, %s: values are gathered, not bytes: %s", layer, role, reason)
 
 
-_told: set[tuple[str, str, str]] = set()
 _logger = logging.getLogger("hybridtensor")
 
 
