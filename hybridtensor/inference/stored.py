@@ -5,7 +5,7 @@ Shape letters: ``N, K`` a weight.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from hybridtensor.ops.transpose import transposed
 from hybridtensor.quantizers import HybridQuantizer, Quantizer
 from hybridtensor.quantizers.base import one_face
 from hybridtensor.state import Context
+from hybridtensor.untrusted.safetensors_folder import Folder
 
 _WHO = "load_pretrained"
 SUFFIXES = ("weight", "weight_packed", "weight_scale_inv", "weight_scale", "weight_global_scale")
@@ -34,16 +35,8 @@ _GROUPS = {
 }
 _LEVELS = formats.NVFP4, formats.NVFP4_MAX256  # which differ in what a global scale means
 _POW2 = {formats.FP8_E4M3_128X128: formats.FP8_E4M3_128X128_FP32_SCALE}
-
-
-class Tensors(Protocol):
-    """Tensors by name: a dictionary, or files."""
-
-    def __contains__(self, name: object, /) -> bool:
-        """Return whether there is one of that name."""
-
-    def __getitem__(self, name: str, /) -> Tensor:
-        """Return it."""
+Tensors = Mapping[str, Tensor] | Folder
+"""Tensors by name."""
 
 
 def packed_matrix(name: str, tensors: Tensors) -> Packed:

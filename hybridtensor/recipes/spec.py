@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from hybridtensor.arguments import nearest, require_kind
 from hybridtensor.quantizers import (
@@ -174,13 +174,6 @@ def _quantizer(word: str | Quantizer, role: str, gemm: str) -> Quantizer:
     return WORDS[word](role, gemm)
 
 
-class Modifier(Protocol):
-    """The effect of a word after ``+``."""
-
-    def apply(self, faces: Faces) -> None:
-        """Change ``faces`` in place."""
-
-
 @dataclass(frozen=True)
 class Option:
     """A modifier that sets one field of the quantizers of some kinds, in some roles and directions.
@@ -234,6 +227,10 @@ class OfRowwise:
 
     def apply(self, faces: Faces) -> None:
         faces.of_rowwise.update(self.roles)
+
+
+Modifier = Option | OfRowwise
+"""The effect of a word after ``+``, by ``apply``."""
 
 
 def _four_over_six(*roles: str) -> Option:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -273,16 +273,9 @@ def _cut(face: Face | None, axis: int, rows: int) -> Face | None:
     return Face.of([tensor.clone() for tensor in cut.tensors()], cut.kind)
 
 
-class Gathers(NamedTuple):
-    """What FSDP2 all-gathers before forward and backward, and the reason for high precision, or ``""``."""
-
-    forward: str
-    backward: str
-    reason: str
-
-
-def gathers(module: nn.Module, weight: Tensor) -> Gathers | None:
-    """Describe what FSDP2 all-gathers of a converted weight; None without FSDP2."""
+def gathers(module: nn.Module, weight: Tensor) -> tuple[str, str, str] | None:
+    """Describe what FSDP2 all-gathers of a converted weight before forward and backward, and why in high precision, or
+    ``""``; None without FSDP2."""
     for sharded in params_of(module):
         tensor = sharded.tensor
         if tensor is not weight or not is_converted(tensor) or sharded.num_ranks == 1:
@@ -298,9 +291,7 @@ def gathers(module: nn.Module, weight: Tensor) -> Gathers | None:
             _sent(plan, wanted, sharded.dtype, tensor.dtype)
             for wanted in ((True, False), (False, True))
         )
-        return Gathers(
-            forward, backward, "; ".join(dict.fromkeys(reason for reason in reasons if reason))
-        )
+        return forward, backward, "; ".join(dict.fromkeys(filter(None, reasons)))
     return None
 
 
