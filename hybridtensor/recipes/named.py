@@ -85,25 +85,32 @@ def _with_options(
     return HybridConfig(**faces.by_role())
 
 
-def _is_float8(quantizer: Quantizer) -> bool:
-    return isinstance(quantizer, Float8Quantizer)
+def _with_pow2_scale(name: str, default: bool = False) -> Recipe:
+    """Return the function of a recipe with current scaling."""
+
+    def recipe(*, pow2_scale: bool = default) -> HybridConfig:
+        """Return the recipe of the table; ``pow2_scale`` rounds encode scales down to powers of two."""
+        return _with_options(
+            name, lambda one: isinstance(one, Float8Quantizer), pow2_scale=pow2_scale
+        )
+
+    recipe.__name__ = recipe.__qualname__ = name
+    return _recipe(recipe)
 
 
-def _is_delayed(quantizer: Quantizer) -> bool:
-    return isinstance(quantizer, DelayedFloat8Quantizer)
+def _with_seed(name: str, what: str = "the random numbers of its rounding") -> Recipe:
+    """Return the function of a recipe that rounds at random."""
 
+    def recipe(*, seed: int = 0) -> HybridConfig:
+        return _with_options(name, lambda one: one.stochastic, seed=seed)
 
-def _is_random(quantizer: Quantizer) -> bool:
-    return quantizer.stochastic
+    recipe.__doc__ = f"Return the recipe of the table; ``seed`` chooses {what}."
+    recipe.__name__ = recipe.__qualname__ = name
+    return _recipe(recipe)
 
 
 bf16 = _without_options("bf16")
-
-
-@_recipe
-def fp8(*, pow2_scale: bool = False) -> HybridConfig:
-    """Return the recipe of the table; ``pow2_scale`` rounds encode scales down to powers of two."""
-    return _with_options("fp8", _is_float8, pow2_scale=pow2_scale)
+fp8 = _with_pow2_scale("fp8")
 
 
 @_recipe
@@ -112,65 +119,29 @@ def fp8_delayed(
 ) -> HybridConfig:
     """Return the recipe of the table; see ``DelayedFloat8Quantizer`` for its options."""
     options = {"margin": margin, "history_length": history_length, "algorithm": algorithm}
-    return _with_options("fp8_delayed", _is_delayed, **options)
+    return _with_options(
+        "fp8_delayed", lambda one: isinstance(one, DelayedFloat8Quantizer), **options
+    )
 
 
-@_recipe
-def fp8_rowwise(*, pow2_scale: bool = False) -> HybridConfig:
-    """Return the recipe of the table; ``pow2_scale`` rounds encode scales down to powers of two."""
-    return _with_options("fp8_rowwise", _is_float8, pow2_scale=pow2_scale)
-
-
+fp8_rowwise = _with_pow2_scale("fp8_rowwise")
 fp8_rowwise_hp_grad_weight = _without_options("fp8_rowwise_hp_grad_weight")
-
-
-@_recipe
-def fp8_block(*, pow2_scale: bool = True) -> HybridConfig:
-    """Return the recipe of the table; ``pow2_scale`` rounds encode scales down to powers of two."""
-    return _with_options("fp8_block", _is_float8, pow2_scale=pow2_scale)
-
-
+fp8_block = _with_pow2_scale("fp8_block", default=True)
 fp8_high_precision_backward = _without_options("fp8_high_precision_backward")
 fp8_dequantized_backward = _without_options("fp8_dequantized_backward")
 mxfp8 = _without_options("mxfp8")
 mxfp8_dequantized_backward = _without_options("mxfp8_dequantized_backward")
 high_precision_fwd_mxfp8_bwd = _without_options("high_precision_fwd_mxfp8_bwd")
-
-
-@_recipe
-def nvfp4(*, seed: int = 0) -> HybridConfig:
-    """Return the recipe of the table; ``seed`` chooses the random numbers of its rounding."""
-    return _with_options("nvfp4", _is_random, seed=seed)
-
-
-@_recipe
-def nvfp4_1d_weight(*, seed: int = 0) -> HybridConfig:
-    """Return the recipe of the table; ``seed`` chooses the random numbers of its rounding."""
-    return _with_options("nvfp4_1d_weight", _is_random, seed=seed)
-
-
+nvfp4 = _with_seed("nvfp4")
+nvfp4_1d_weight = _with_seed("nvfp4_1d_weight")
 nvfp4_dequantized_backward = _without_options("nvfp4_dequantized_backward")
-
-
-@_recipe
-def mxfp8_fwd_nvfp4_bwd(*, seed: int = 0) -> HybridConfig:
-    """Return the recipe of the table; ``seed`` chooses the random numbers of its rounding."""
-    return _with_options("mxfp8_fwd_nvfp4_bwd", _is_random, seed=seed)
-
-
+mxfp8_fwd_nvfp4_bwd = _with_seed("mxfp8_fwd_nvfp4_bwd")
 nvfp4_fwd_mxfp8_bwd = _without_options("nvfp4_fwd_mxfp8_bwd")
 nvfp4_row_scaled_fwd_mxfp8_bwd = _without_options("nvfp4_row_scaled_fwd_mxfp8_bwd")
 nvfp4_row_scaled_fwd_high_precision_bwd = _without_options(
     "nvfp4_row_scaled_fwd_high_precision_bwd"
 )
-
-
-@_recipe
-def quartet2(*, seed: int = 0) -> HybridConfig:
-    """Return the recipe of the table; ``seed`` chooses its rotations and random numbers."""
-    return _with_options("quartet2", _is_random, seed=seed)
-
-
+quartet2 = _with_seed("quartet2", "its rotations and random numbers")
 deepseek_v4_experts = _without_options("deepseek_v4_experts")
 gpt_oss_experts = _without_options("gpt_oss_experts")
 
