@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ def whole(values: Tensor) -> Tensor:
     return values
 
 
+@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class HighPrecisionValues:
     """High-precision values beside the faces of a persistent weight.
 
@@ -44,14 +47,8 @@ class HighPrecisionValues:
     The copy remembers the master, and its version: while neither is written, it is that master's weight if it is
     swapped in.
 
-    Args:
-        original: Tensor that the weight was made from; it may be aliased.
-        follows: Whether the faces are those that quantizing the values gives.
-        owned: Whether the tensor has values of its own; see ``no_optimizer_saves``.
-        stepped: Whether an optimizer had the values, of this or of what it is a copy of; see ``lost``.
-
     Attributes:
-        original: The same, until an optimizer takes it; or None.
+        original: Tensor that the weight was made from, which may be aliased, until an optimizer takes it; or None.
         follows: Whether the faces are those that quantizing the values gives.
         loaded: Whether the master was loaded and not stepped since: faces that are loaded too are those it gave.
         rounded: Whether faces alone, as copies of the weight hold, were written into the master since its last step, or
@@ -61,30 +58,16 @@ class HighPrecisionValues:
 
     # This object learns of every write. Version counters, compared at the next step, would say that there was a
     # write, not what was written.
-    __slots__ = (
-        "__weakref__",
-        "_former",
-        "_master",
-        "_owned",
-        "_stepped",
-        "follows",
-        "loaded",
-        "original",
-        "rounded",
-    )
-
-    def __init__(
-        self,
-        original: Tensor | None = None,
-        follows: bool = False,
-        owned: bool = False,
-        stepped: bool = False,
-    ) -> None:
-        self.original, self.follows, self._owned, self._stepped = original, follows, owned, stepped
-        self.loaded = self.rounded = False
-        self._master: weakref.ref[Tensor] | None = None
-        # The master of what this was copied from, and its version then, until a write
-        self._former: tuple[weakref.ref[Tensor], int] | None = None
+    original: Tensor | None = None
+    follows: bool = False
+    _owned: bool = False  # whether the tensor has values of its own; see ``no_optimizer_saves``
+    # Whether an optimizer had the values, of this or of what it is a copy of; see ``lost``
+    _stepped: bool = False
+    loaded: bool = False
+    rounded: bool = False
+    _master: weakref.ref[Tensor] | None = None
+    # The master of what this was copied from, and its version then, until a write
+    _former: tuple[weakref.ref[Tensor], int] | None = None
 
     @property
     def master(self) -> Tensor | None:
@@ -137,9 +120,7 @@ class HighPrecisionValues:
 
     def moved(self) -> HighPrecisionValues:
         """Return the values for a weight with new faces; aliases of the old faces have none."""
-        made = HighPrecisionValues(self.original, self.follows, self._owned, self._stepped)
-        made._master, made._former = self._master, self._former
-        made.loaded, made.rounded = self.loaded, self.rounded
+        made = dataclasses.replace(self)
         self.original = self._master = self._former = None
         self.follows = self._stepped = False
         made.register()
