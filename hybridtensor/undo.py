@@ -33,7 +33,7 @@ def all_or_nothing(model: nn.Module, layers: Iterable[Layer]) -> Iterator[list[U
         with torch.inference_mode(False):
             yield swaps
     except BaseException as error:
-        run_all("quantize_", [*undo, *swaps], error)
+        run_all("quantize_: the model is not as it was", [*undo, *swaps], error)
         raise
 
 

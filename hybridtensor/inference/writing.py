@@ -41,7 +41,7 @@ def write(who: str, model: nn.Module, state: dict[str, Tensor], inputs: Inputs) 
             undo += of_module(quantizers)
             quantizers.load_state_dict(content)
     except BaseException as error:
-        run_all(who, undo, error)
+        run_all(f"{who}: the model is not as it was", undo, error)
         raise
 
 

@@ -113,8 +113,7 @@ def _put(ranks: Ranks, read: _Read, snapshot: Snapshot) -> None:
     except BaseException as error:
         restoration.empty()
         staged.put_back()
-        for text in snapshot.restore(restoration.begun):
-            error.add_note(f"checkpoint.load: {text}")
+        snapshot.restore(restoration.begun, error)
         raise
 
 

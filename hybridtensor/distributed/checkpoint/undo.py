@@ -45,18 +45,12 @@ class Snapshot:
             if kind == "stateful"
         ]
 
-    def restore(self, begun: Collection[str]) -> list[str]:
-        """Restore everything; return a text for each entry that refuses. ``begun`` objects were asked to load
-        another state."""
-        refused = []
+    def restore(self, begun: Collection[str], error: BaseException) -> None:
+        """Restore everything after an error, by ``run_all``; ``begun`` objects were asked to load another state."""
         stateful = [(entry, undo) for entry, undo in self._stateful if entry in begun]
         with torch.no_grad():
             for entry, undo in reversed([*self._undo, *stateful]):
-                try:
-                    undo()
-                except Exception as error:  # the others can be restored all the same
-                    refused.append(f"{entry} could not be set back: {error}")
-        return refused
+                run_all(f"checkpoint.load: {entry} could not be set back", [undo], error)
 
 
 def _memory(tensor: Tensor) -> _Memory:
@@ -93,13 +87,14 @@ def _of_tensors(tensors: list[Tensor], kept: Collection[_Memory]) -> Iterator[Un
         yield functools.partial(tensor.copy_, tensor.to("cpu", copy=True))
 
 
-def run_all(who: str, undo: Sequence[Undo], error: BaseException) -> None:
-    """Undo what was done before an error, the last first; what refuses is noted on the error."""
+def run_all(what: str, undo: Sequence[Undo], error: BaseException) -> None:
+    """Undo what was done before an error, the last first; the error gets a note, ``what`` and why, for each that
+    refuses."""
     for back in reversed(undo):
         try:
             back()
         except Exception as refused:  # the others can be restored all the same
-            error.add_note(f"{who}: the model is not as it was: {refused}")
+            error.add_note(f"{what}: {refused}")
 
 
 def of_slots(holder: HighPrecisionValues) -> Undo:
