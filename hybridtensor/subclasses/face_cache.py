@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.ops import Face
-from hybridtensor.ops.amaxes import ReturnedAmaxes
+from hybridtensor.ops.amaxes import RecordedAmax
 from hybridtensor.ops.captures import Stream
 from hybridtensor.ops.library import backward_that_runs
 from hybridtensor.quantizers.plans import Amaxes
@@ -53,7 +53,7 @@ class CachedFaces(NamedTuple):
     row: Face | None = None
     column: Face | None = None
     amaxes: Amaxes = (None, None)
-    amax_record: Tensor | ReturnedAmaxes | None = None
+    amax_record: RecordedAmax = None
 
 
 _NOTHING = CachedFaces()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridtensor.ops import Face, Faces
-from hybridtensor.ops.amaxes import AmaxRecord, ReturnedAmaxes
+from hybridtensor.ops.amaxes import AmaxRecord, RecordedAmax
 from hybridtensor.ops.autograd import read_version, version_of
 from hybridtensor.ops.captures import Stream, stream_of
 from hybridtensor.ops.library import dispatch_modes, is_traced
@@ -136,7 +136,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         rowwise: bool,
         columnwise: bool,
         dtype: torch.dtype,
-        amax_record: AmaxRecord | Tensor | ReturnedAmaxes | None = None,
+        amax_record: AmaxRecord | RecordedAmax = None,
     ) -> Faces:
         """Return the faces asked for, those in high precision in ``dtype``."""
         if is_traced():
@@ -161,7 +161,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         *,
         forward: ForwardUse | None,
         columnwise: bool,
-        amax_record: AmaxRecord | Tensor | ReturnedAmaxes | None = None,
+        amax_record: AmaxRecord | RecordedAmax = None,
     ) -> CachedFaces:
         """Return the faces asked for, and maybe others.
 
@@ -201,7 +201,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         stamp: Stamp,
         forward: ForwardUse | None,
         columnwise: bool,
-        amax_record: AmaxRecord | Tensor | ReturnedAmaxes | None,
+        amax_record: AmaxRecord | RecordedAmax,
         context: Context,
     ) -> CachedFaces:
         """Return the cached faces, quantizing the missing ones."""
@@ -237,7 +237,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         columnwise: bool,
         dtype: torch.dtype,
         context: Context,
-        amax_record: AmaxRecord | Tensor | ReturnedAmaxes | None,
+        amax_record: AmaxRecord | RecordedAmax,
         amaxes: Amaxes = (None, None),
     ) -> CachedFaces:
         """Quantize faces now, with where their amaxes are recorded."""

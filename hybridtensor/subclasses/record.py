@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import shared_cache
 
 from hybridtensor.dtensor import local
-from hybridtensor.ops.amaxes import ReturnedAmaxes
+from hybridtensor.ops.amaxes import RecordedAmax
 from hybridtensor.ops.autograd import version_of
 from hybridtensor.ops.captures import Stream
 from hybridtensor.state import Context, LayerState, Section, StateTensors
@@ -128,7 +128,7 @@ class WeightRecord:
     for_products: tuple[Context, object, Context] | None = None
     place: Place | None = None
     readers: ReadBy | None = None
-    amaxes: Tensor | ReturnedAmaxes | None = None
+    amaxes: RecordedAmax = None
     _holders: dict[int, _Holder] = field(default_factory=dict)
 
     def with_values(self, values: HighPrecisionValues | None) -> WeightRecord:
