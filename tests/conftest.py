@@ -71,13 +71,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    tiers.LONG = config.getoption("--long")
+    if config.getoption("numprocesses", None):  # workers run the tests
+        # More threads of them, and of what they start, wait for each other, and spin meanwhile
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+            os.environ.setdefault(name, "1")
+        return
     seldom_collect_garbage()
     seed_the_cpu_only()
     compile_without_measuring()
     torch.set_num_threads(1 if hasattr(config, "workerinput") else 2)
-    if hasattr(config, "workerinput"):  # what workers start has as few: more wait for each other, and spin meanwhile
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-    tiers.LONG = config.getoption("--long")
 
 
 def pytest_collection_finish() -> None:
