@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import gc
+import importlib
 import io
 import multiprocessing
 import sys
@@ -43,10 +44,14 @@ def seed_the_cpu_only():
 
 
 def compile_without_measuring():
-    """Without a GPU: after each frame Dynamo empties the CPU's caches to time its guards, and collects garbage."""
+    """Without a GPU: after each frame Dynamo empties the CPU's caches to time its guards, and collects garbage. Of each
+    graph AOTAutograd prints the code three times, for logs that nobody reads.
+    """
     if not torch.cuda.is_available():
         torch._dynamo.config.run_gc_after_compile = False
         torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+        compiling = importlib.import_module("torch._functorch._aot_autograd.graph_compile")
+        compiling._log_joint_graph, compiling._log_fw_bw_graphs = lambda *_: None, lambda *_, **__: (None, None)
 
 
 def call(function, *args):
