@@ -807,10 +807,10 @@ def checkpointed(layers, x):
     return checkpoint(layers, x, use_reentrant=False)
 
 
-def hooks_of_graphs(rank, recipe, persistent, reshard):
+def hooks_of_graphs(rank, recipe, persistent, reshard, around):
     """Graphs save both faces of a weight, also in forward, where only one is multiplied."""
     found = []
-    for how in (direct, on_cpu, checkpointed):
+    for how in (direct, around):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = ht.quantize_(nn.Sequential(Runs(how), Runs(how)).to(here()), recipe, persistent=persistent)
@@ -828,13 +828,13 @@ def hooks_of_graphs(rank, recipe, persistent, reshard):
         ]
         if how in (direct, checkpointed):  # whose hooks read nothing
             assert not any(shard.wants(True, False)[1] for shard in gathered)
-    for results in found[1:]:
-        assert all(map(torch.equal, results, found[0]))
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("recipe", "persistent", "reshard"), covered(["fp8", "fp8_delayed", "mxfp8"], [False, True], [False, True])
+    ("recipe", "persistent", "reshard", "around"),
+    covered(["fp8", "fp8_delayed", "mxfp8"], [False, True], [False, True], [on_cpu, checkpointed]),
 )
-def test_saved_tensor_hooks_around_graphs(recipe, persistent, reshard, two):
-    two.run(hooks_of_graphs, recipe, persistent, reshard)
+def test_saved_tensor_hooks_around_graphs(recipe, persistent, reshard, around, two):
+    two.run(hooks_of_graphs, recipe, persistent, reshard, around)
