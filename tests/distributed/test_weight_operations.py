@@ -4,8 +4,10 @@ Each rank has the same batch, so that means over two ranks are exact.
 """
 
 import copy
+import itertools
 
 import pytest
+import tiers
 import torch
 import torch.nn.functional as F
 from processes import here
@@ -64,11 +66,12 @@ def test_products_of_gathered_weights(two, group, stored, persistent):
     two.run(every_product, stored, group, persistent)
 
 
-def every_write(rank, stored, group, persistent):
+def every_write(rank, stored, group, persistent, names):
     x, grad = data(here())
     wrong = {}
     product = next(iter(PRODUCTS[stored].values()))
-    for name, write in WRITES.items():
+    for name in names:
+        write = WRITES[name]
         one, many = (layer(stored, product, persistent=persistent, device=here()) for _ in range(2))
         group(many, rank)
         run(many, x, grad)  # the other one has never been quantized before
@@ -83,13 +86,26 @@ def every_write(rank, stored, group, persistent):
     assert not wrong, wrong
 
 
+def writes_of(stored, persistent):
+    """Return every other write: both forms of a layout share them, another layout has them the other way round."""
+    if tiers.LONG or (stored, True) in REFUSED:
+        return list(WRITES)
+    return list(WRITES)[(list(PRODUCTS).index(stored) + persistent) % 2 :: 2]
+
+
+def test_every_write_meets_every_layout_and_every_form():
+    forms = [form for form in itertools.product(PRODUCTS, [False, True]) if form not in REFUSED]
+    met = {(name, value) for form in forms for name in writes_of(*form) for value in form}
+    assert met == set(itertools.product(WRITES, [*PRODUCTS, False, True]))
+
+
 @FORMS
 @STORED
 @pytest.mark.parametrize("group", few(GROUPS[::-1], 1), ids=lambda group: group.__name__)
 def test_writes_of_shards(two, group, stored, persistent):
     if (stored, persistent) in REFUSED:
         pytest.skip("refused, as test_products_of_gathered_weights shows")
-    two.run(every_write, stored, group, persistent)
+    two.run(every_write, stored, group, persistent, writes_of(stored, persistent))
 
 
 def on_parts(rank, persistent):
