@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from experts import ENDS, EXPERTS, TOKENS, Experts, Stored, offsets
 from processes import generator, here
-from sharding import mesh_of, own_group
+from sharding import mesh_of, of_first_rank, own_group
 from tiers import covered, few
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -57,9 +57,14 @@ def trained(model):
     return steps(model, torch.optim.SGD(model.parameters(), lr=1.0))
 
 
+def one_process(recipe, kind):
+    return trained(quantized(0, recipe, kind))
+
+
 @functools.cache
 def trained_alone(rank, recipe, kind):
-    return trained(quantized(rank, recipe, kind))
+    own_group(rank)  # which ranks create together
+    return of_first_rank(rank, one_process, recipe, kind)
 
 
 def sharded_like_one(rank, recipe, kind, dim, resharded):

@@ -10,7 +10,7 @@ import torch
 from experts import EXPERTS, Experts, offsets
 from loops import optimizer_of, same
 from processes import generator, here
-from sharding import mesh_of, own_group
+from sharding import mesh_of, of_first_rank, own_group
 from tiers import few, long
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -71,9 +71,14 @@ def tokens(number):
 steps = functools.partial(loops.steps, batch=tokens, still=(1,), weights=False)
 
 
+def one_process():
+    return steps(*build(0, persistent=False, sharded=False))
+
+
 @functools.cache
 def of_one_process(rank):
-    return steps(*build(rank, persistent=False, sharded=False))
+    own_group(rank)  # which ranks create together
+    return of_first_rank(rank, one_process)
 
 
 def like_one_process(rank, resharded, compiled):

@@ -14,8 +14,8 @@ import re
 import pytest
 import tiers
 import torch
-import torch.distributed as dist
 from processes import generator, here
+from sharding import of_first_rank
 from tiers import covered, few
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -154,9 +154,7 @@ def one_process(recipe, parts, names, microbatches, batches=1):
 
 def computed_once(rank, *args):
     """Return what ``one_process`` does, on every rank."""
-    steps = [one_process(*args) if rank == 0 else None]
-    dist.broadcast_object_list(steps)
-    return steps[0]
+    return of_first_rank(rank, one_process, *args)
 
 
 @functools.cache

@@ -61,6 +61,13 @@ def own_group(rank):
     return [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
 
 
+def of_first_rank(rank, function, *args):
+    """Return on every rank what a function returns on the first one, where it need not run on all."""
+    found = [function(*args) if rank == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
 def alone(rank):
     return DeviceMesh.from_group(own_group(rank), here())
 
