@@ -8,6 +8,7 @@ import torch.distributed as dist
 from experts import ENDS, WIDTH, Experts, Stored, offsets
 from processes import generator, here
 from sharding import batch, make, mesh_of, shard
+from tiers import few
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -158,8 +159,13 @@ def experts_under_fsdp(rank, make, dim, count):
         assert measured == [[{0, 2}] * len(measured[0]), [{1, 3}] * len(measured[0])]
 
 
-@pytest.mark.parametrize(("dim", "count"), [(0, 4), (1, 4), (2, 4), (0, 5)])
-@pytest.mark.parametrize("make", [Experts, Stored])
+SHARDS = [(1, 4), (2, 4), (0, 4), (0, 5)]
+
+
+@pytest.mark.parametrize(
+    ("make", "dim", "count"),
+    [(Experts, *shards) for shards in SHARDS] + [(Stored, *shards) for shards in few(SHARDS, 3)],
+)
 def test_experts_under_fsdp(two, make, dim, count):
     two.run(experts_under_fsdp, make, dim, count)
 
