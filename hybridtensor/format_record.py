@@ -347,10 +347,15 @@ def register_format(fmt: Format) -> Format:
 
 def work_out(record: object) -> None:
     """Compute all cached properties of a record now: Dynamo cannot enter their lock on Python 3.11."""
-    for kind in type(record).__mro__:
-        for name, member in vars(kind).items():
-            if isinstance(member, functools.cached_property):
-                getattr(record, name)
+    kind: Any = type(record)
+    for name in _cached_properties(kind):
+        getattr(record, name)
+
+
+@functools.cache
+def _cached_properties(kind: type) -> list[str]:
+    names = [name for one in kind.__mro__ for name in vars(one)]
+    return [name for name in names if isinstance(getattr(kind, name), functools.cached_property)]
 
 
 def _find(name: str) -> Format | None:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import hybridtensor as ht
 from hybridtensor.distributed.fsdp.hooks import find
+from hybridtensor.distributed.fsdp.shard import Shard as GatheredShard
 from hybridtensor.distributed.fsdp.shard import shard_of
 from hybridtensor.dtensor import local, with_local
 
@@ -808,8 +809,9 @@ def checkpointed(layers, x):
 
 
 def hooks_of_graphs(rank, recipe, persistent, reshard, around):
-    """Graphs save both faces of a weight, also in forward, where only one is multiplied."""
-    found = []
+    """Graphs save both faces of a weight, also in forward, where only one is multiplied. That hooks read them is found
+    in the first step: later ones gather once."""
+    found, gathered_again, gather_both = [], [], GatheredShard._gather_both
     for how in (direct, around):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -818,6 +820,7 @@ def hooks_of_graphs(rank, recipe, persistent, reshard, around):
             fully_shard(block, mesh=mesh_of(rank, 2), reshard_after_forward=reshard)
         results = []
         for step in range(3):
+            GatheredShard._gather_both = lambda *args, step=step: (gathered_again.append(step), gather_both(*args))
             model(batch(step).requires_grad_()).square().mean().backward()
             results += [whole(p.grad).clone() for p in model.parameters()]
             model.zero_grad()
@@ -828,6 +831,8 @@ def hooks_of_graphs(rank, recipe, persistent, reshard, around):
         ]
         if how in (direct, checkpointed):  # whose hooks read nothing
             assert not any(shard.wants(True, False)[1] for shard in gathered)
+    GatheredShard._gather_both = gather_both
+    assert set(gathered_again) <= {0}
     assert all(map(torch.equal, *found))
 
 
