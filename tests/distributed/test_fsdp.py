@@ -1,5 +1,7 @@
 """FSDP2 against an unsharded twin: bytes, losses, gradients and weights, step by step."""
 
+import itertools
+
 import pytest
 import tiers
 import torch
@@ -25,27 +27,28 @@ def test_one_rank(two):
     two.run(trains_like_the_twin, RECIPES if tiers.LONG else some, 1, {})
 
 
-def gathers_what_the_whole_is_quantized_to(rank, recipes, size, sizes):
-    policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)]
-    for number, recipe in enumerate(recipes):
-        for policy in policies if size > 1 or tiers.LONG else policies[number % 2 :][:1]:  # one rank cuts nothing
-            model, twin = (make(recipe, blocks=1, **sizes) for _ in range(2))
-            with torch.no_grad():  # rows of very different magnitudes: a scale that misses some is another
-                for p in [*model.parameters(), *twin.parameters()]:
-                    exponents = (torch.arange(len(p)) // 32 * 5) % 8
-                    p.mul_(2.0 ** exponents.view(-1, *[1] * (p.dim() - 1)))
-            shard(model, mesh_of(rank, size), mp_policy=policy)
-            for block, other in zip(model, twin, strict=True):
-                block.unshard()
-                for layer in ("up", "down"):
-                    weight, source = getattr(block, layer).weight, getattr(other, layer).weight
-                    assert isinstance(weight, ht.HybridTensor)
-                    context = ht.Context("weight", source.state)
-                    dtype = source.dtype if source.config.weight.requantizes else policy.param_dtype or source.dtype
-                    made = source.config.weight.quantize(source.source, dtype=dtype, context=context)
-                    assert_faces_equal(weight.rowwise, made.rowwise)
-                    assert_faces_equal(weight.columnwise, made.columnwise)
-                block.reshard()
+POLICIES = [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)]
+
+
+def gathers_what_the_whole_is_quantized_to(rank, cases, size, sizes):
+    for recipe, policy in cases:
+        model, twin = (make(recipe, blocks=1, **sizes) for _ in range(2))
+        with torch.no_grad():  # rows of very different magnitudes: a scale that misses some is another
+            for p in [*model.parameters(), *twin.parameters()]:
+                exponents = (torch.arange(len(p)) // 32 * 5) % 8
+                p.mul_(2.0 ** exponents.view(-1, *[1] * (p.dim() - 1)))
+        shard(model, mesh_of(rank, size), mp_policy=policy)
+        for block, other in zip(model, twin, strict=True):
+            block.unshard()
+            for layer in ("up", "down"):
+                weight, source = getattr(block, layer).weight, getattr(other, layer).weight
+                assert isinstance(weight, ht.HybridTensor)
+                context = ht.Context("weight", source.state)
+                dtype = source.dtype if source.config.weight.requantizes else policy.param_dtype or source.dtype
+                made = source.config.weight.quantize(source.source, dtype=dtype, context=context)
+                assert_faces_equal(weight.rowwise, made.rowwise)
+                assert_faces_equal(weight.columnwise, made.columnwise)
+            block.reshard()
 
 
 UNUSUAL = [
@@ -82,13 +85,19 @@ CUT = [  # square blocks, with each other and with what needs other magnitudes
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_gathered_bytes_are_those_of_the_whole_weight(two, size):
-    two.run(gathers_what_the_whole_is_quantized_to, RECIPES + UNUSUAL + OF_BF16, size, {})
+    """One rank, which cuts nothing, gathers under the policies in turn."""
+    rows = tiers.in_turn if size == 1 else itertools.product
+    cases = list(rows(RECIPES + UNUSUAL + OF_BF16, POLICIES))
+    two.run(gathers_what_the_whole_is_quantized_to, cases, size, {})
 
 
 def test_gathered_bytes_of_uneven_shards_and_cut_blocks(four):
-    four.run(gathers_what_the_whole_is_quantized_to, ["fp8", "fp8_high_precision_backward"], 4, {"hidden": 50})
-    four.run(gathers_what_the_whole_is_quantized_to, ["fp8_block", "mxfp8", *UNUSUAL[:2], *CUT], 4, {"hidden": 96})
-    four.run(gathers_what_the_whole_is_quantized_to, ["fp8_block", CUT[0], CUT[4]], 4, {"hidden": 640, "width": 160})
+    for recipes, sizes in [
+        (["fp8", "fp8_high_precision_backward"], {"hidden": 50}),
+        (["fp8_block", "mxfp8", *UNUSUAL[:2], *CUT], {"hidden": 96}),
+        (["fp8_block", CUT[0], CUT[4]], {"hidden": 640, "width": 160}),
+    ]:
+        four.run(gathers_what_the_whole_is_quantized_to, list(itertools.product(recipes, POLICIES)), 4, sizes)
 
 
 def rotated_under_drawn_signs(rank, specs):
