@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 import hybridtensor as ht
 from hybridtensor.distributed.fsdp.payload import Sending, layout_of
@@ -62,10 +63,12 @@ def own_group(rank):
 
 
 def of_first_rank(rank, function, *args):
-    """Return on every rank what a function returns on the first one, where it need not run on all."""
+    """Return on every rank what a function returns on the first one, where it need not run on all. Tensors of the first
+    rank's GPU are copied to that of each rank.
+    """
     found = [function(*args) if rank == 0 else None]
     dist.broadcast_object_list(found)
-    return found[0]
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.cuda() if tensor.is_cuda else tensor, found[0])
 
 
 def alone(rank):
