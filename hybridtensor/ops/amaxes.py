@@ -164,7 +164,10 @@ class AmaxRecord:
 
 
 def fold(records: Sequence[AmaxRecord], *, ends_step: bool = False) -> None:
-    """Fold committed amaxes into records of one device; ``ends_step`` allocates zeros for those of the next step."""
+    """Fold committed amaxes into records of one device; ``ends_step`` allocates zeros for those of the next step.
+
+    While a CUDA graph is captured, fold all that the running backward committed so far, if one runs.
+    """
     if is_captured():
         commits = _CAPTURED.get(backward_that_runs())
         if commits is not None:
@@ -194,17 +197,18 @@ def _fold(committed: Mapping[AmaxRecord, dict[int, Tensor]]) -> list[AmaxRecord]
 
 
 class _CapturedCommits:
-    """What a backward commits while a CUDA graph is captured, of which only what is folded in by its end is part."""
+    """The amaxes that one backward commits while a CUDA graph is captured: the graph may end with the backward."""
 
     def __init__(self) -> None:
         self.by_record: dict[AmaxRecord, dict[int, Tensor]] = {}
 
     def fold(self) -> None:
         for record, amaxes in self.by_record.items():
-            stream = torch.cuda.current_stream(record.total.device)
-            for amax in amaxes.values():
-                # Layers may have run on other streams, for which the engine made this one wait.
-                amax.record_stream(stream)
+            if record.total.is_cuda:
+                stream = torch.cuda.current_stream(record.total.device)
+                for amax in amaxes.values():
+                    # Layers may have run on other streams, for which the engine made this one wait.
+                    amax.record_stream(stream)
         with torch.no_grad():
             _fold(self.by_record)
 
@@ -230,17 +234,16 @@ def _commit_captured(record: AmaxRecord, amaxes: Sequence[Tensor]) -> None:
 
 
 _AT_ONCE = 64  # forwards of a capture whose zeros are filled by one launch
-_Filled = tuple[
-    weakref.ref[Tensor], Iterator[int]
-]  # zeros, and numbers of those that are not in use
-_FILLED: dict[tuple[Stream, int], _Filled] = {}  # by stream and size
+_Filled = tuple[weakref.ref[Tensor], Iterator[int]]
+"""Zeros, and the numbers of those that are not in use."""
+_FILLED: dict[tuple[torch.device, Stream, int], _Filled] = {}  # by device, stream and size
 
 
 def _captured_zeros(like: Tensor) -> Tensor:
     """Allocate fp32 zeros ``[S]`` while a CUDA graph is captured."""
     # Zeros that are left over are found only while others are in use: nothing may hold memory of the graph's pool.
     # Another capture has another key.
-    key = stream_of(like), len(like)
+    key = like.device, stream_of(like), len(like)
     known = _FILLED.get(key)
     memory, number = (None, 0) if known is None else (known[0](), next(known[1]))
     if memory is None or number >= _AT_ONCE:

@@ -6,7 +6,9 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 
+import hybridtensor as ht
 from hybridtensor.ops import amaxes
 from hybridtensor.ops.amaxes import AmaxRecord, commit, nowhere
 
@@ -68,3 +70,68 @@ def test_a_commit_raises_a_record_and_says_that_a_backward_ran(amaxes, device):
     assert torch.equal(record.used_in_graphs.cpu(), torch.ones(3))
     assert not record.of_gathers.any()
     commit(nowhere(torch.device(device)), given, torch.ones(1, device=device), 3)
+
+
+def chain():
+    torch.manual_seed(0)
+    return ht.quantize_(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))), "fp8_delayed")
+
+
+def nested(model, x):
+    """A backward within a backward."""
+
+    def again(gradient):
+        with torch.enable_grad():
+            model(3 * x).sum().backward()
+
+    hidden = model(x)
+    hidden.register_hook(again)
+    model(hidden).sum().backward()
+
+
+def twice(model, x):
+    y = model(x)
+    y.sum().backward(retain_graph=True)
+    (8 * y).sum().backward()
+
+
+def in_threads(model, x):
+    threads = [threading.Thread(target=lambda by=by: model(by * x).sum().backward()) for by in (1, 2, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def gradients_alone(model, x):
+    model(64 * x)  # no backward follows
+    torch.autograd.grad(model(x).sum(), [model[1].weight])
+
+
+def steps_within(model, x):
+    def step(weight):
+        ht.step_(model)
+
+    model[0].weight.register_post_accumulate_grad_hook(step)  # the last of the backward
+    model(x).sum().backward()
+    model(2 * x).sum().backward()
+
+
+@pytest.mark.parametrize("run", [nested, twice, in_threads, gradients_alone, steps_within])
+def test_layers_on_a_cpu_record_what_they_do_in_eager_code_while_a_graph_is_captured(run, monkeypatch):
+    found = []
+    for captured in (False, True):
+        monkeypatch.setattr(amaxes, "is_captured", lambda captured=captured: captured)
+        model = chain()
+        run(model, torch.randn(32, 32).requires_grad_())
+        assert not amaxes._CAPTURED
+        monkeypatch.setattr(amaxes, "is_captured", lambda: False)
+        ht.step_(model)
+        found.append([*model.buffers()])
+    assert all(map(torch.equal, *found))
+
+
+def test_zeros_of_a_capture_are_where_their_record_is(monkeypatch):
+    monkeypatch.setattr(amaxes, "is_captured", lambda: True)
+    zeros = [AmaxRecord(3, torch.device(kind)).provisional() for kind in ("cpu", "meta", "cpu")]
+    assert [tensor.device.type for tensor in zeros] == ["cpu", "meta", "cpu"]
