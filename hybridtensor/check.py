@@ -241,7 +241,10 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
 
 
 def _written(buffer: Tensor) -> Tensor:
-    """Return this rank's part of a buffer, of an expanded one each element once: torch writes no others in place."""
+    """Return a buffer's local tensor; of an expanded one a view with each element once.
+
+    Torch writes in place only where no two elements have the same memory.
+    """
     own = local(buffer)
     if own.layout == torch.strided:
         for dim, stride in enumerate(own.stride()):

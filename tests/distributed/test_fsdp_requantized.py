@@ -66,7 +66,7 @@ WAYS = [["reshards", "stays", "autocast"], ["checkpointed"], ["compiled"]]
 
 @pytest.mark.parametrize(("way", "spec"), by_group(WAYS, [*SPECS]))
 def test_two_ranks_train_like_the_unsharded_model(two, spec, way):
-    """Each recipe in one of the ways in which nothing runs again, and none is compiled."""
+    """Each recipe is checkpointed, compiled, and trained in one of the other ways."""
     two.run(trains, 2, SPECS[spec], way)
 
 
