@@ -27,7 +27,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -166,12 +166,11 @@ class AmaxRecord:
 def fold(records: Sequence[AmaxRecord], *, ends_step: bool = False) -> None:
     """Fold committed amaxes into records of one device; ``ends_step`` allocates zeros for those of the next step.
 
-    While a CUDA graph is captured, fold all that the running backward committed so far, if one runs.
+    While a CUDA graph is captured, fold what all backwards that run committed so far: one may run within another.
     """
     if is_captured():
-        commits = _CAPTURED.get(backward_that_runs())
-        if commits is not None:
-            commits.fold()
+        for commits in list(_CAPTURED.values()):
+            commits.fold(records)
         return
     with torch.no_grad():
         folded = _fold({record: record._committed for record in records})
@@ -202,15 +201,18 @@ class _CapturedCommits:
     def __init__(self) -> None:
         self.by_record: dict[AmaxRecord, dict[int, Tensor]] = {}
 
-    def fold(self) -> None:
-        for record, amaxes in self.by_record.items():
+    def fold(self, records: Iterable[AmaxRecord] | None = None) -> None:
+        """Fold what was committed so far into some of the records, or into all."""
+        every = self.by_record
+        some = every if records is None else {one: every[one] for one in records if one in every}
+        for record, amaxes in some.items():
             if record.total.is_cuda:
                 stream = torch.cuda.current_stream(record.total.device)
                 for amax in amaxes.values():
                     # Layers may have run on other streams, for which the engine made this one wait.
                     amax.record_stream(stream)
         with torch.no_grad():
-            _fold(self.by_record)
+            _fold(some)
 
 
 # By the number of the backward. The engine owns them, since it calls ``fold`` at the end: those of a backward that

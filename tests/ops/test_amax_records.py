@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
 from hybridtensor.ops import amaxes
@@ -117,7 +118,21 @@ def steps_within(model, x):
     model(2 * x).sum().backward()
 
 
-@pytest.mark.parametrize("run", [nested, twice, in_threads, gradients_alone, steps_within])
+def steps_within_a_checkpoint(model, x):
+    """The step is in the backward that reentrant checkpointing runs within that of the other layers."""
+
+    def step(weight):
+        ht.step_(model)
+
+    model[0].weight.register_post_accumulate_grad_hook(step)
+    for by in (1, 2):
+        model[1:](checkpoint(model[0], by * x, use_reentrant=True)).sum().backward()
+
+
+WAYS = [nested, twice, in_threads, gradients_alone, steps_within, steps_within_a_checkpoint]
+
+
+@pytest.mark.parametrize("run", WAYS)
 def test_layers_on_a_cpu_record_what_they_do_in_eager_code_while_a_graph_is_captured(run, monkeypatch):
     found = []
     for captured in (False, True):
