@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtensor.ops.captures import Stream, stream_of
 from hybridtensor.ops.kernel_library import Launch, aligned_fp32, on_device
-from hybridtensor.ops.library import backward_that_runs, define, implement, is_captured
+from hybridtensor.ops.library import backward_with_callbacks, define, implement, is_captured
 
 _CHUNK = 4096  # numbers that are allocated at once
 _SPARE = 8
@@ -221,8 +221,8 @@ _CAPTURED: weakref.WeakValueDictionary[int, _CapturedCommits] = weakref.WeakValu
 
 
 def _commit_captured(record: AmaxRecord, amaxes: Sequence[Tensor]) -> None:
-    """Commit amaxes while a CUDA graph is captured: with those of other layers, or at once outside of a backward."""
-    backward = backward_that_runs()
+    """Commit amaxes while a CUDA graph is captured: at the end of the backward, or now if nothing is called there."""
+    backward = backward_with_callbacks()
     if backward == -1:
         for amax in amaxes:
             torch.maximum(record.total, amax, out=record.total)

@@ -172,6 +172,14 @@ saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pri
 """The innermost hooks on saved tensors that are open, or None; called with False."""
 
 
+def backward_with_callbacks() -> int:
+    """Return ``backward_that_runs()``, but -1 under compiled autograd, which never calls what is queued for the end."""
+    # Importing it would import the compiler.
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    is_compiled = compiled is not None and compiled.in_compiled_autograd_region
+    return -1 if is_compiled else backward_that_runs()
+
+
 def is_captured() -> bool:
     """Return whether a CUDA graph is captured, whose replays skip Python."""
     return bool(_cuda_is_there() and torch._C._cuda_isCurrentStreamCapturing())

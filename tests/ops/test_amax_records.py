@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
@@ -129,9 +130,17 @@ def steps_within_a_checkpoint(model, x):
         model[1:](checkpoint(model[0], by * x, use_reentrant=True)).sum().backward()
 
 
-WAYS = [nested, twice, in_threads, gradients_alone, steps_within, steps_within_a_checkpoint]
+def in_compiled_autograd(model, x):
+    """It calls nothing that is queued for the end of a backward."""
+    y = model(x)
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        y.sum().backward()
 
 
+WAYS = [nested, twice, in_threads, gradients_alone, steps_within, steps_within_a_checkpoint, in_compiled_autograd]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of graph breaks
 @pytest.mark.parametrize("run", WAYS)
 def test_layers_on_a_cpu_record_what_they_do_in_eager_code_while_a_graph_is_captured(run, monkeypatch):
     found = []
