@@ -803,6 +803,12 @@ def test_errors_and_the_way_back(two):
 def redistributed(rank):
     mesh = tp_mesh()
     model = cut("fp8", mesh, styles={"up": ColwiseParallel()})
+    for layer in (model.up, cut("fp8", mesh, styles={"up": ColwiseParallel()}, persistent=True).up):
+        # What redistribute calls on a GPU; on a CPU it gathers all parts.
+        part = local(layer.weight.detach())
+        found = torch.ops._dtensor.shard_dim_alltoall(part, 0, 1, mesh.get_group().group_name)
+        assert type(found) is torch.Tensor
+        assert torch.equal(found, local(layer.weight.detach().redistribute(mesh, [Shard(1)])))
     model.up.weight = nn.Parameter(model.up.weight.redistribute(mesh, [Shard(1)]))
     tokens = DTensor.from_local(data(1), mesh, [Replicate()], run_check=False)
     for given in (tokens, data(1)):

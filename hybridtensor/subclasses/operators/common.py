@@ -54,6 +54,10 @@ FUNCTIONAL = [
     )
     if torch.distributed.is_available()
 ]  # fmt: skip
+if (
+    torch.distributed.is_available()
+):  # private: what ``redistribute`` calls on a GPU from one dimension to another
+    FUNCTIONAL.append(torch.ops._dtensor.shard_dim_alltoall.default)
 """Collectives whose results are tensors of their own: they read a weight."""
 
 
