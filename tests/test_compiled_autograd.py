@@ -69,3 +69,21 @@ def test_a_backward_that_is_compiled_alone(device, recipe, persistent, between):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_with_a_layer_between_graphs(device, recipe):
     assert all(map(torch.equal, steps(device, Eager, recipe, plain), steps(device, Eager, recipe, compiled_step)))
+
+
+def test_step_after_says_that_compiled_autograd_does_not_tell_where_a_backward_ends():
+    """Where optimizers step in hooks of gradients, a step ends with the backward."""
+    net = ht.quantize_(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)), "fp8_delayed")
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in net.parameters()}
+    after = ht.step_after(list(optimizers.values()), net)
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    net(torch.ones(32, 64)).sum().backward()
+    with pytest.raises(
+        NotImplementedError, match="step_after: an optimizer steps in a hook of gradients under compiled"
+    ):
+        compiled_backward(net, torch.ones(32, 64))
+    after.remove()
+    net.zero_grad()
+    compiled_backward(net, torch.ones(32, 64))
+    ht.step_(net)

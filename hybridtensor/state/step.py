@@ -12,7 +12,12 @@ from torch.optim import Optimizer
 
 from hybridtensor.arguments import require_flag, require_module, wrong
 from hybridtensor.ops.amaxes import forget_gathers
-from hybridtensor.ops.library import backward_that_runs, is_captured, outside_graphs
+from hybridtensor.ops.library import (
+    backward_that_runs,
+    backward_with_callbacks,
+    is_captured,
+    outside_graphs,
+)
 from hybridtensor.ranks import patience, require_alike
 from hybridtensor.state.contract import (
     ADVICE,
@@ -210,6 +215,11 @@ class step_after:  # noqa: N801  (used as a function)
             return
         if backward == -1:
             self._end_step()
+        elif backward_with_callbacks() == -1:
+            raise NotImplementedError(
+                "step_after: an optimizer steps in a hook of gradients under compiled autograd, which says nowhere "
+                "that its backward ends; remove() what step_after returned, and call step_(model) after each backward"
+            )
         else:  # other layers have yet to run it, with the scales of their forward
             torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
 
