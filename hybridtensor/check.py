@@ -235,7 +235,8 @@ def restored(model: nn.Module, given: object) -> Iterator[None]:
                 names.update({name: values[name] for name in names.keys() & values.keys()})
             with torch.no_grad():
                 for buffer, before in buffers:
-                    buffer.copy_(before)
+                    with torch.inference_mode(buffer.is_inference()):
+                        buffer.copy_(before)
             for state, recorded, unrecorded in states:
                 state.recorded, state.unrecorded = recorded, unrecorded
 

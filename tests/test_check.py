@@ -168,6 +168,15 @@ def test_expanded_buffers_are_restored():
     assert not net.shift.any()
 
 
+def test_buffers_that_inference_mode_made():
+    """A forward outside of it may read them."""
+    net = ht.quantize_(Expanding(), "fp8")
+    with torch.inference_mode():
+        net.shift = torch.ones(64)
+    assert ht.check(net, X).products
+    assert torch.equal(net.shift, torch.ones(64))
+
+
 class Reassigning(nn.Module):
     """Assigns a new tensor and number in each forward, as rotary embeddings of Transformers do that grow."""
 
