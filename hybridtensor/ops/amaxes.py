@@ -128,8 +128,8 @@ class AmaxRecord:
         """Keep the amaxes of a forward that no backward follows until ``settle_alone``; ``of_input`` as for
         ``add_input``."""
         self.is_used = True
-        if is_captured():
-            self.commit(*amaxes)
+        if is_captured():  # now: a backward that runs may end after the capture
+            _raise_total(self, [amax for amax in amaxes if isinstance(amax, Tensor)])
             return
         self._alone = [*self._alone[-_MOST_PENDING:], (amaxes, of_input)]
 
@@ -164,11 +164,8 @@ class AmaxRecord:
 
 
 def fold(records: Sequence[AmaxRecord], *, ends_step: bool = False) -> None:
-    """Fold committed amaxes into records of one device; ``ends_step`` allocates zeros for those of the next step.
-
-    While a CUDA graph is captured, fold what all backwards that run committed so far: one may run within another.
-    """
-    if is_captured():
+    """Fold committed amaxes into records of one device; ``ends_step`` allocates zeros for those of the next step."""
+    if is_captured():  # of all backwards that run: one may run within another
         for commits in list(_CAPTURED.values()):
             commits.fold(records)
         return
@@ -220,12 +217,16 @@ class _CapturedCommits:
 _CAPTURED: weakref.WeakValueDictionary[int, _CapturedCommits] = weakref.WeakValueDictionary()
 
 
+def _raise_total(record: AmaxRecord, amaxes: Sequence[Tensor]) -> None:
+    for amax in amaxes:
+        torch.maximum(record.total, amax, out=record.total)
+
+
 def _commit_captured(record: AmaxRecord, amaxes: Sequence[Tensor]) -> None:
     """Commit amaxes while a CUDA graph is captured: at the end of the backward, or now if nothing is called there."""
     backward = backward_with_callbacks()
     if backward == -1:
-        for amax in amaxes:
-            torch.maximum(record.total, amax, out=record.total)
+        _raise_total(record, amaxes)
         return
     commits = _CAPTURED.get(backward)
     if commits is None:
@@ -236,8 +237,7 @@ def _commit_captured(record: AmaxRecord, amaxes: Sequence[Tensor]) -> None:
 
 
 _AT_ONCE = 64  # forwards of a capture whose zeros are filled by one launch
-_Filled = tuple[weakref.ref[Tensor], Iterator[int]]
-"""Zeros, and the numbers of those that are not in use."""
+_Filled = tuple[weakref.ref[Tensor], Iterator[int]]  # zeros, and numbers of unused ones
 _FILLED: dict[tuple[torch.device, Stream, int], _Filled] = {}  # by device, stream and size
 
 

@@ -217,8 +217,8 @@ class step_after:  # noqa: N801  (used as a function)
             self._end_step()
         elif backward_with_callbacks() == -1:
             raise NotImplementedError(
-                "step_after: an optimizer steps in a hook of gradients under compiled autograd, which says nowhere "
-                "that its backward ends; remove() what step_after returned, and call step_(model) after each backward"
+                "step_after: an optimizer steps in a hook of gradients under compiled autograd, which calls nothing "
+                "at the end of a backward; remove() what step_after returned, and call step_(model) after each backward"
             )
         else:  # other layers have yet to run it, with the scales of their forward
             torch.autograd.Variable._execution_engine.queue_callback(self._end_step)

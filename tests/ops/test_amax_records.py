@@ -159,3 +159,20 @@ def test_zeros_of_a_capture_are_where_their_record_is(monkeypatch):
     monkeypatch.setattr(amaxes, "is_captured", lambda: True)
     zeros = [AmaxRecord(3, torch.device(kind)).provisional() for kind in ("cpu", "meta", "cpu")]
     assert [tensor.device.type for tensor in zeros] == ["cpu", "meta", "cpu"]
+
+
+def test_a_forward_alone_is_part_of_a_capture_that_ends_within_a_backward(monkeypatch):
+    model, x, found = chain().requires_grad_(False), torch.randn(32, 32), []
+
+    def capture(gradient):
+        monkeypatch.setattr(amaxes, "is_captured", lambda: True)
+        with torch.enable_grad():
+            model(x)
+        monkeypatch.setattr(amaxes, "is_captured", lambda: False)
+        found.extend(layer.quantization_state.record.total.clone() for layer in model)
+
+    around = torch.ones(1, requires_grad=True) * 1.0
+    around.register_hook(capture)
+    around.backward()
+    assert all(total.any() for total in found)
+    assert len(found) == 3
