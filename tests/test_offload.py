@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import hybridtensor as ht
 from hybridtensor import offload
 from hybridtensor.offload import offload_activations
-from hybridtensor.ops.cast import measurement
+from hybridtensor.ops import zeros
 from hybridtensor.testing import random_tensor
 
 RECIPES = ["bf16", "fp8", "fp8_block", "mxfp8", "nvfp4", "fp8_delayed", "fp8+dequantized"]
@@ -304,7 +304,7 @@ def test_compiled_blocks_are_offloaded_too(how, device, monkeypatch):
     found = []
     for keep_last in (1, BLOCKS, 1):
         torch._dynamo.reset()
-        monkeypatch.setattr(measurement, "_ZEROS", {})  # as in the first step of a process
+        monkeypatch.setattr(zeros, "_READY", {})  # as in the first step of a process
         mine = copy.deepcopy(model)
         called, blocks = compiled(mine, how)
         x = random_tensor(TOKENS, WIDTH, device=device).requires_grad_()

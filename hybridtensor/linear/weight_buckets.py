@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from hybridtensor import ops
 from hybridtensor.dtensor import local
 from hybridtensor.ops import CastInputs, Faces
-from hybridtensor.ops.amaxes import several_zeros
 from hybridtensor.ops.captures import Stream, stream_of
 from hybridtensor.ops.library import is_recorded, is_traced, runs_directly
+from hybridtensor.ops.zeros import several_zeros
 from hybridtensor.quantizers.plans import CastPlan, cast_plan, measuring_plan
 from hybridtensor.state import Context, LayerState
 from hybridtensor.state.step import after_step

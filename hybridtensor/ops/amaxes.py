@@ -24,18 +24,17 @@ from __future__ import annotations
 import bisect
 import collections
 import functools
-import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hybridtensor.ops.captures import Stream, stream_of
 from hybridtensor.ops.kernel_library import Launch, aligned_fp32, on_device
 from hybridtensor.ops.library import backward_with_callbacks, define, implement, is_captured
+from hybridtensor.ops.zeros import several_zeros, zeros
 
 _CHUNK = 4096  # numbers that are allocated at once
 _SPARE = 8
@@ -105,13 +104,12 @@ class AmaxRecord:
 
     def provisional(self) -> Tensor:
         """Allocate fp32 zeros ``[S]`` for the casts of one forward and its backward."""
-        captured = is_captured()
-        if self._spare and not captured:
+        if self._spare and not is_captured():
             return self._spare.pop()
         # Out of sight of dispatch modes: what was spare in the first pass of selective checkpointing is none in its
         # second, which looks for the results of the same operators.
         with torch.inference_mode(False), _disable_current_modes():
-            return _captured_zeros(self.total) if captured else torch.zeros_like(self.total)
+            return zeros(len(self.total), self.total)
 
     def commit(self, *amaxes: RecordedAmax) -> None:
         """Commit the amaxes of a forward and its backward; they are folded in later, those of all layers at once."""
@@ -234,35 +232,6 @@ def _commit_captured(record: AmaxRecord, amaxes: Sequence[Tensor]) -> None:
         # Private in torch, and what FSDP2 calls, too
         torch.autograd.Variable._execution_engine.queue_callback(commits.fold)
     commits.by_record.setdefault(record, {}).update((id(amax), amax) for amax in amaxes)
-
-
-_AT_ONCE = 64  # forwards of a capture whose zeros are filled by one launch
-_Filled = tuple[weakref.ref[Tensor], Iterator[int]]  # zeros, and numbers of unused ones
-_FILLED: dict[tuple[torch.device, Stream, int], _Filled] = {}  # by device, stream and size
-
-
-def _captured_zeros(like: Tensor) -> Tensor:
-    """Allocate fp32 zeros ``[S]`` while a CUDA graph is captured."""
-    # Zeros that are left over are found only while others are in use: nothing may hold memory of the graph's pool.
-    # Another capture has another key.
-    key = like.device, stream_of(like), len(like)
-    known = _FILLED.get(key)
-    memory, number = (None, 0) if known is None else (known[0](), next(known[1]))
-    if memory is None or number >= _AT_ONCE:
-        for other, (filled, _) in list(_FILLED.items()):
-            if filled() is None:
-                _FILLED.pop(other, None)
-        memory, number = like.new_zeros(_AT_ONCE, aligned_fp32(len(like))), 0
-        _FILLED[key] = weakref.ref(memory), itertools.count(1)
-    return memory[number, : len(like)]
-
-
-def several_zeros(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Allocate fp32 zeros of several sizes at once, at addresses that kernels take."""
-    rooms = list(map(aligned_fp32, sizes))
-    with torch.inference_mode(False):
-        memory = torch.zeros(sum(rooms), dtype=torch.float32, device=device)
-        return [room[:size] for room, size in zip(memory.split(rooms), sizes, strict=True)]
 
 
 def forget_gathers(records: Sequence[AmaxRecord]) -> None:

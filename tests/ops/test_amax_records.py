@@ -11,7 +11,7 @@ from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
-from hybridtensor.ops import amaxes
+from hybridtensor.ops import amaxes, zeros
 from hybridtensor.ops.amaxes import AmaxRecord, commit, nowhere
 
 CPU = torch.device("cpu")
@@ -156,9 +156,36 @@ def test_layers_on_a_cpu_record_what_they_do_in_eager_code_while_a_graph_is_capt
 
 
 def test_zeros_of_a_capture_are_where_their_record_is(monkeypatch):
-    monkeypatch.setattr(amaxes, "is_captured", lambda: True)
-    zeros = [AmaxRecord(3, torch.device(kind)).provisional() for kind in ("cpu", "meta", "cpu")]
-    assert [tensor.device.type for tensor in zeros] == ["cpu", "meta", "cpu"]
+    monkeypatch.setattr(zeros, "is_captured", lambda: True)
+    taken = [AmaxRecord(3, torch.device(kind)).provisional() for kind in ("cpu", "meta", "cpu")]
+    assert [tensor.device.type for tensor in taken] == ["cpu", "meta", "cpu"]
+
+
+def test_zeros_of_a_capture_are_filled_together_while_some_are_in_use(monkeypatch):
+    """Each at an address of its own that kernels take; nothing keeps memory that none of them is in any more."""
+    x, stream = torch.ones(1), 0
+    monkeypatch.setattr(zeros, "_FILLED", {})
+    monkeypatch.setattr(zeros, "is_captured", lambda: True)
+    monkeypatch.setattr(zeros, "stream_of", lambda tensor: stream)
+    taken = [zeros.zeros(size, x) for size in (1, 3, 8, 1)] + [zeros.zero(x)]
+    assert len({one.untyped_storage().data_ptr() for one in taken}) == 1
+    for index, one in enumerate(taken):
+        assert one.data_ptr() % 16 == 0
+        assert not one.any()
+        one.fill_(index + 1)
+    assert [one.unique().tolist() for one in taken] == [[1], [2], [3], [4], [5]]
+    stream = 1
+    others = [zeros.zeros(1, x), zeros.zeros(4096, x)]
+    assert len({one.untyped_storage().data_ptr() for one in [taken[0], *others]}) == 3
+    memory = [reference for reference, _ in zeros._FILLED.values()]
+    assert all(reference() is not None for reference in memory)
+    with torch.inference_mode():
+        assert not zeros.zeros(1, x).is_inference()
+    del taken, others, one
+    assert all(reference() is None for reference in memory)
+    many = [zeros.zeros(1, x) for _ in range(2000)]
+    assert len({one.data_ptr() for one in many}) == 2000
+    assert not torch.cat(many).any()
 
 
 def test_a_forward_alone_is_part_of_a_capture_that_ends_within_a_backward(monkeypatch):

@@ -19,7 +19,7 @@ from tiers import by_group, covered, in_turn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridtensor import ops
-from hybridtensor.ops import CastRequest, Hint
+from hybridtensor.ops import CastRequest, Hint, zeros
 from hybridtensor.ops.cast import kernel, launches, measurement, operator
 from hybridtensor.ops.cast.operator import CastInGraph
 from hybridtensor.ops.cast.request import parse_request
@@ -619,11 +619,11 @@ def test_more_elements_than_32_bits_count(cast, device):
 
 def test_threads_get_zeros_of_their_own(monkeypatch):
     """Amaxes that kernels raise, at addresses that they are compiled for."""
-    monkeypatch.setattr(measurement, "_ZEROS", {})
+    monkeypatch.setattr(zeros, "_READY", {})
     device, taken = torch.device("cpu"), []
 
     def take():
-        taken.extend([measurement._one_of(device, 0) for _ in range(2000)])
+        taken.extend([zeros.one_of(device, 0) for _ in range(2000)])
 
     threads = [threading.Thread(target=take) for _ in range(4)]
     for thread in threads:
@@ -633,12 +633,12 @@ def test_threads_get_zeros_of_their_own(monkeypatch):
     assert len({zero.data_ptr() for zero in taken}) == len(taken) == 8000
     assert all(zero.data_ptr() % 16 == 0 for zero in taken)
     assert torch.cat(taken).eq(0).all()
-    assert measurement._one_of(device, 1).data_ptr() not in {zero.data_ptr() for zero in taken}
+    assert zeros.one_of(device, 1).data_ptr() not in {zero.data_ptr() for zero in taken}
 
 
 def test_operators_return_amaxes_in_memory_of_their_own(device, monkeypatch):
     """Graphs compare where a tensor begins in its storage, and hooks that offload saved tensors copy whole storages."""
-    monkeypatch.setattr(measurement, "_ZEROS", {})
+    monkeypatch.setattr(zeros, "_READY", {})
     x, request = random_tensor(64, 64, device=device), str(CastRequest(CASTS[0], CASTS[0]))
     for _ in range(2):
         made = torch.ops.hybridtensor.measure(x, request)

@@ -19,6 +19,7 @@ from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest
 from hybridtensor.ops.cast.tiles import MEASURED, KernelFace, Tiling, converts_to_fp8, tile_of
 from hybridtensor.ops.face import Face, FaceKind, TensorLayout, numeric_layouts
 from hybridtensor.ops.kernel_library import Launch, aligned_fp32, lasting, on_device
+from hybridtensor.ops.zeros import zeros
 
 _ALIGNED = 128  # entries, of which the tensors of faces begin at multiples
 
@@ -189,7 +190,7 @@ class ListMeasurement(List):
     def _views(
         self, xs: Sequence[Tensor], places: list[tuple[BufferView, BufferView]]
     ) -> list[Amaxes]:
-        amaxes = torch.zeros(self._amaxes.size, dtype=torch.float32, device=xs[0].device)
+        amaxes = zeros(self._amaxes.size, xs[0])
         self.run_into(xs, amaxes)
         found: list[Amaxes] = []
         for of_row, of_column in places:
