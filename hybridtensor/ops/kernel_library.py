@@ -53,6 +53,7 @@ class Launch:
     Attributes:
         take: What makes an argument of a tensor that is in a group, or of any: its address, once that is all that
             counts.
+        is_compiled: Whether groups of arguments may be plain tuples: Triton compiles by the names of their fields.
     """
 
     def __init__(
@@ -69,12 +70,8 @@ class Launch:
         self._options = {name: value for name, value in options.items() if value is not None}
         self._values = tuple(constants.values())
         self._run: Callable[..., None] | None = None  # once it is compiled
+        self.is_compiled = False
         self.take: Callable[[torch.Tensor], torch.Tensor | int] = bytewise
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether groups of arguments may be plain tuples: Triton compiles by the names of their fields."""
-        return self._run is not None
 
     def __call__(self, *arguments: object) -> None:
         """Launch on the current stream of the current device."""
@@ -97,6 +94,7 @@ class Launch:
                 fixed = compiled.function, compiled.packed_metadata, None, None, None
                 # ``_fixed`` first: the thread of a backward may launch as soon as ``_run`` is there.
                 self._fixed, self._run = fixed, compiled.run
+                self.is_compiled = True
                 # Of a tensor the launcher would ask the address in Python, and the driver whether it is one of the
                 # device.
                 self.take = torch.Tensor.data_ptr

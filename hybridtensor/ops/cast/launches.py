@@ -96,6 +96,10 @@ class Several(NamedTuple):
     def parts(self, plan: Address) -> Parts:
         return Parts(plan, self.stride, self.pitch)
 
+    def arguments(self, plan: Address) -> tuple[Parts, Sizes, Sizes]:
+        """Return the further arguments of the kernel that casts several matrices."""
+        return self.parts(plan), self.row_sizes, self.column_sizes
+
 
 class KernelTask(NamedTuple):
     """What the launches of one cast share: the matrix, its tiling, both faces and their outputs; ``source_dtype`` is
@@ -210,7 +214,7 @@ class CastLaunch:
         plan: Tensor | None = None,
     ) -> None:
         """Launch the cast of ``x``; ``plan`` says which rows each row of tiles has, for groups of rows."""
-        launch = self._launch
+        launch, several = self._launch, self._task.several
         if inputs is NO_INPUTS and self._is_plain and launch.is_compiled:  # most casts
             at, (row_amax, column_amax) = x.data_ptr(), amaxes
             of_row = at if row_amax is x else row_amax.data_ptr()
@@ -223,7 +227,11 @@ class CastLaunch:
                 (at, at, at),
                 0,
                 *self._numbers,
-                *self._of_several(at if plan is None else plan.data_ptr()),
+                *(
+                    ()
+                    if several is None
+                    else several.arguments(at if plan is None else plan.data_ptr())
+                ),
             )
             return
         matrix, row, column = self._task.arguments(x, outs, amaxes, launch, inputs.prologue)
@@ -234,15 +242,9 @@ class CastLaunch:
             state = tuple([taken if t is None else launch.take(t) for t in given])
         if not launch.is_compiled:
             state = State(*state)
-        of_several = self._of_several(taken if plan is None else launch.take(plan))
+        given_plan = taken if plan is None else launch.take(plan)
+        of_several = () if several is None else several.arguments(given_plan)
         launch.start(matrix, row, column, state, first_row, *self._numbers, *of_several)
-
-    def _of_several(self, plan: Address) -> tuple[object, ...]:
-        """Return the further arguments of the kernel that casts several matrices."""
-        several = self._task.several
-        if several is None:
-            return ()
-        return several.parts(plan), several.row_sizes, several.column_sizes
 
 
 class RecastLaunch:
