@@ -184,9 +184,6 @@ class Tile(NamedTuple):
 # a sane default.
 _BLOCK_TILE = Tile(128, 128, 16, 16, 4, 176)
 _FP8_TILE = Tile(64, 64, 16, 8, 2, None)
-# Both faces of 2,048 x 8,192 with their amax recorded, on an H200: 17.4 us in place of 19.5; where it is not, two warps
-# are as fast or faster.
-_RECORDING_TILE = Tile(64, 64, 16, 8, 4, None)
 _NVFP4_TILE = Tile(64, 64, 16, 8, 2, 128)
 # Both faces of 16,384 x 4,096 on an H100: 0.114 ms in place of 0.122, as values 0.153 in place of 0.169 (MXFP8 0.099
 # and 0.150). Square blocks take 7 % longer in it.
@@ -223,7 +220,7 @@ def _tile_of(row: KernelFace, column: KernelFace, requantizes: bool) -> Tile:
     if BLOCK in kinds:
         tile = _BLOCK_TILE
     elif not fp4:
-        return _RECORDING_TILE if kinds == {GIVEN} else _FP8_TILE
+        return _FP8_TILE
     elif row.rotated or column.rotated:
         tile = _ROTATED_TILE
     elif kinds == {MXFP4} and not (requantizes or _is_square_or_drawn(row, column)):
