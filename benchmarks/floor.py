@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hybridtensor import ops
 from hybridtensor.ops import NO_INPUTS, CastInputs, CastRequest, Face
-from hybridtensor.ops.cast.measurement import _zero
+from hybridtensor.ops.zeros import zero
 from hybridtensor.quantizers.plans import cast_plan
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context
@@ -49,7 +49,7 @@ class _Cast:
             torch.empty_strided(shape, strides, dtype=dtype, device=self._device)
             for shape, strides, dtype in self._layouts
         ]
-        at, amax = x.data_ptr(), _zero(self._device).data_ptr()
+        at, amax = x.data_ptr(), zero(x).data_ptr()
         self._measure.start(at, amax, self._size)
         of_row = row.data_ptr(), row_scale.data_ptr(), *self._strides[0], at, amax
         of_column = column.data_ptr(), column_scale.data_ptr(), *self._strides[1], at, amax
