@@ -1,5 +1,7 @@
 """The benchmarks run: on a CPU, once, with small shapes. What they print is not looked at."""
 
+import ast
+import importlib
 import json
 import runpy
 import subprocess
@@ -29,6 +31,18 @@ def run(monkeypatch):
     for name in names:
         sys.modules.pop(name, None)
     sys.modules.update(before)
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)
+def test_what_it_imports_of_the_package_is_there(path):
+    """Also where only a GPU gets to."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "hybridtensor":
+            if node.module.startswith("hybridtensor.integrations."):
+                pytest.importorskip(node.module.rpartition(".")[2], reason="an integration needs its package")
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name) or importlib.import_module(f"{node.module}.{alias.name}")
 
 
 @pytest.mark.parametrize(
