@@ -2,7 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from any_layer import ANY_LAYER
+from torch import nn
 from weight_operations import BATCHES, COPIES, PRODUCTS, WRITES, data, difference, layer, run
+
+import hybridtensor as ht
 
 FORMS = pytest.mark.parametrize("persistent", [False, True], ids=["master", "persistent"])
 STORED = pytest.mark.parametrize("stored", PRODUCTS)
@@ -37,6 +42,25 @@ def test_layouts_agree(persistent, device):
     one, all_ = found["[out, in]"], found["[E, out, in]"]
     assert torch.equal(one[0][:32], all_[0][:32])  # the tokens of the first expert
     assert torch.equal(one[1][:32], all_[1][:32])
+
+
+@pytest.mark.parametrize("recipe", ANY_LAYER)
+def test_a_persistent_weight_in_the_other_layout_is_quantized_as_the_recipe_says_or_raises(recipe, device):
+    """As tied autoencoders use it. Oracle: the weight in high precision, which each product quantizes."""
+    config = ht.recipes.from_name(recipe)
+    alike = not isinstance(config.weight, ht.HybridQuantizer)  # a quantizer for each face
+    found = []
+    for persistent in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128)).to(device, torch.bfloat16)
+        ht.quantize_(model, config, persistent=persistent)
+        x = torch.randn(32, 128, device=device, dtype=torch.bfloat16)
+        if persistent and not alike:
+            with pytest.raises(NotImplementedError, match=r"weight of layer 0 is persistent .* in the other layout"):
+                F.linear(x, model[0].weight.t())
+            return
+        found.append(F.linear(x, model[0].weight.t()))
+    assert torch.equal(*found)
 
 
 @FORMS

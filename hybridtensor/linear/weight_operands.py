@@ -18,7 +18,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybridtensor.linear.operands import Needs, Operand, Weight, required_columnwise
+from hybridtensor.linear.operands import (
+    Needs,
+    Operand,
+    Weight,
+    required_columnwise,
+    uses_other_layout,
+)
 from hybridtensor.linear.weight_buckets import bucket_of
 from hybridtensor.ops import Face
 from hybridtensor.ops.amaxes import AmaxRecord
@@ -26,6 +32,7 @@ from hybridtensor.ops.captures import stream_of
 from hybridtensor.ops.cast.compile_ahead import weight_casts
 from hybridtensor.ops.library import is_traced
 from hybridtensor.quantizers import HybridQuantizer
+from hybridtensor.quantizers.hybrid import by_direction
 from hybridtensor.quantizers.plans import measured_in_backward
 from hybridtensor.state import Context, StateTensors, layer_of
 from hybridtensor.subclasses import HybridTensor, MasterWeight
@@ -263,6 +270,8 @@ def weight_operand(
         record = record if isinstance(record, AmaxRecord) else None
         return MasterOperand(weight, needs, dtype, record, of_weight)
     gathered, quantizer = weight.is_gathered, weight.recipe.weight
+    if uses_other_layout(weight):
+        _require_faces_alike(weight)
     later = gathered or quantizer.draws_from_rowwise
     row, column = weight.faces(rowwise=True, columnwise=needs.input and not later, dtype=dtype)
     if gathered:
@@ -270,6 +279,21 @@ def weight_operand(
     if needs.input and isinstance(quantizer, HybridQuantizer) and quantizer.draws_from_rowwise:
         return RequantizedWeight(row, quantizer, weight.dtype, of_weight)
     return GivenWeight(row, column)
+
+
+def _require_faces_alike(weight: HybridTensor) -> None:
+    """Raise NotImplementedError for a weight that is multiplied in the other layout than it is stored in, by faces that
+    the recipe quantizes unlike each other: each of them would be in the product of the other."""
+    row, column, derived = by_direction(weight.recipe.weight)
+    if row == column and not derived:
+        return
+    where = "gathered by FSDP2" if weight.is_gathered else "persistent"
+    raise NotImplementedError(
+        f"linear: the weight of {layer_of(weight.record.layer)} is {where} and was multiplied in the other layout "
+        f"than it is stored in (its transpose by F.linear, or x @ weight), where {weight.recipe} would quantize other "
+        "faces than the weight has; give the layer a recipe with one weight format for output and grad_input, or "
+        "leave it out of quantize_ (keep_bf16)"
+    )
 
 
 @functools.lru_cache(maxsize=1024)

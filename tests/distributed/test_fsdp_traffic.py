@@ -294,6 +294,18 @@ def test_products_by_operators(two):
     two.run(products)
 
 
+def product_by_the_other_face(rank):
+    layer = ht.quantize_(Product(64, 64, bias=False), "fp8+high_precision")
+    layer.transposed = False
+    fully_shard(layer, mesh=mesh_of(rank, 2))
+    with pytest.raises(NotImplementedError, match="is gathered by FSDP2 and was multiplied in the other layout"):
+        layer(batch(0))
+
+
+def test_a_product_by_a_face_of_another_format_raises(two):
+    two.run(product_by_the_other_face)
+
+
 def disagreement(rank):
     start = time.time()
     model = shard(make("fp8" if rank else "mxfp8"), mesh_of(rank, 2))
