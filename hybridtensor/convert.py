@@ -349,10 +349,9 @@ def _attach_state(layer: Layer, config: HybridConfig) -> LayerState:
             for i in range(layer.weight.shape[0])
         }
     state.require(rules, stochastic=config.stochastic_roles, device=weight.device)
+    state.set_placeholder(state.is_empty and hasattr(layer.module, name), weight.device)
     if not state.is_empty:
         setattr(layer.module, name, state)
-    elif hasattr(layer.module, name):
-        delattr(layer.module, name)
     return state
 
 

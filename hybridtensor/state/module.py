@@ -20,6 +20,14 @@ class StateModule(nn.Module):
             f"{type(self).__name__}: reset_parameters() is missing; define it"
         )
 
+    def set_placeholder(self, needed: bool, device: torch.device) -> None:
+        """Register a buffer without elements that no state dict has, or remove it."""
+        self._buffers.pop("placeholder", None)
+        if needed:
+            # DistributedDataParallel broadcasts buffers if there were any when it wrapped the model, and fails on none.
+            none = torch.empty(0, device=device)
+            self.register_buffer("placeholder", none, persistent=False)
+
     def _move_others(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Move what is no buffer to where ``fn`` moves tensors; nothing by default."""
 

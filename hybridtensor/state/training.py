@@ -123,7 +123,7 @@ def on_host(flags: Tensor) -> tuple[Tensor, Callable[[], bool]]:
 
 
 def layer_states(model: nn.Module) -> list[LayerState]:
-    """Return the states of all converted layers of a model, itself included."""
+    """Return the states of all converted layers of a model, itself included, that hold tensors."""
     # Not by ``modules()``: the walk of a converted layer leaves its state out, and each step of training comes here,
     # where torch's generators take 1,400 calls for 16 blocks.
     seen, ahead = dict[nn.Module, None](), [model]
@@ -132,7 +132,7 @@ def layer_states(model: nn.Module) -> list[LayerState]:
         if module not in seen:
             seen[module] = None
             ahead += [child for child in reversed(module._modules.values()) if child is not None]
-    return [module for module in seen if isinstance(module, LayerState)]
+    return [module for module in seen if isinstance(module, LayerState) and not module.is_empty]
 
 
 def _after_optimizer(optimizer: Optimizer, args: object, kwargs: object) -> None:

@@ -117,6 +117,19 @@ def scales_are_compared_again_where_they_follow_by_other_rules(rank):
         assert comparison.call_count == times
 
 
+def recipes_without_state_follow_those_with_one(rank):
+    """The model has no other buffers, which DistributedDataParallel broadcasts."""
+    for recipe in ("fp8_delayed", "nvfp4"):
+        model = DistributedDataParallel(stateful(recipe))
+        names = set(model.state_dict())
+        for following in (recipe, "fp8", "bf16", recipe, "fp8"):
+            ht.set_config_(model, following)
+            model(data(rank).view(4, 32)).sum().backward()
+            ht.step_(model)
+            assert (set(model.state_dict()) == names) == (following == recipe)
+        assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+
+
 def a_group_is_kept_for_recipes_to_come(rank):
     own = [dist.new_group([0]), dist.new_group([1])][rank]
     model = ht.set_data_parallel_group_(stateful("mxfp8"), own)
@@ -255,6 +268,7 @@ def moved_after_training(rank):
         scales_are_reduced,
         different_scales_raise_on_every_rank,
         scales_are_compared_again_where_they_follow_by_other_rules,
+        recipes_without_state_follow_those_with_one,
         a_group_is_kept_for_recipes_to_come,
         models_without_state_wait_for_their_group_alone,
         random_rounding_does_not_depend_on_the_number_of_ranks,
