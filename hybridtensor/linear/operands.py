@@ -13,6 +13,7 @@ before. Its subclasses make the columnwise face in backward: ``input_operands``,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from hybridtensor.ops import Face, FaceKind, Faces
 from hybridtensor.ops.amaxes import RecordedAmax
 from hybridtensor.quantizers import tokens
+from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.subclasses import (
     FaceTensor,
     HybridTensor,
@@ -52,6 +54,24 @@ def is_transposed(weight: Weight) -> bool:
 def uses_other_layout(weight: Weight) -> bool:
     """Return whether a product multiplies a weight, or each expert's, in another layout than it is stored in."""
     return is_transposed(weight) != weight.is_transposed and 1 not in weight.shape[-2:]
+
+
+# Recipe, and shape as stored, of weights that graphs multiply in the other layout
+_OTHER_LAYOUT_IN_GRAPHS: set[tuple[HybridConfig, tuple[int, ...]]] = set()
+
+
+def note_other_layout(weight: HybridTensor) -> None:
+    """Note that the graph that is traced multiplies a weight in the other layout than it is stored in: its forward
+    reads the face that others read in backward."""
+    *stack, rows, columns = weight.shape
+    stored = (columns, rows) if weight.swapped else (rows, columns)
+    _OTHER_LAYOUT_IN_GRAPHS.add((weight.recipe, (*stack, *stored)))
+
+
+def graphs_read_both(config: HybridConfig, shape: Sequence[int]) -> bool:
+    """Return whether forward reads both faces of a weight in some graph: layers that have one recipe and weights of one
+    shape share graphs."""
+    return bool(_OTHER_LAYOUT_IN_GRAPHS) and (config, tuple(shape)) in _OTHER_LAYOUT_IN_GRAPHS
 
 
 class Needs(NamedTuple):

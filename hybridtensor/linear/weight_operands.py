@@ -22,6 +22,7 @@ from hybridtensor.linear.operands import (
     Needs,
     Operand,
     Weight,
+    note_other_layout,
     required_columnwise,
     uses_other_layout,
 )
@@ -272,6 +273,8 @@ def weight_operand(
     gathered, quantizer = weight.is_gathered, weight.recipe.weight
     if uses_other_layout(weight):
         _require_faces_alike(weight)
+        if is_traced():
+            note_other_layout(weight)
     later = gathered or quantizer.draws_from_rowwise
     row, column = weight.faces(rowwise=True, columnwise=needs.input and not later, dtype=dtype)
     if gathered:
@@ -288,6 +291,7 @@ def _require_faces_alike(weight: HybridTensor) -> None:
     if row == column and not derived:
         return
     where = "gathered by FSDP2" if weight.is_gathered else "persistent"
+    where = "persistent, or gathered by FSDP2," if is_traced() else where
     raise NotImplementedError(
         f"linear: the weight of {layer_of(weight.record.layer)} is {where} and was multiplied in the other layout "
         f"than it is stored in (its transpose by F.linear, or x @ weight), where {weight.recipe} would quantize other "

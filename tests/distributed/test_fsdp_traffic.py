@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from faces import tensor_faces
 from processes import here
 from rich.console import Console
@@ -292,6 +293,43 @@ def products(rank):
 
 def test_products_by_operators(two):
     two.run(products)
+
+
+class Tied(nn.Module):
+    """An autoencoder whose decoder multiplies by the encoder's weight, in the other layout."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(64, 128)
+
+    def forward(self, x):
+        return F.linear(torch.tanh(self.encoder(x)), self.encoder.weight.t())
+
+
+def compiled_products_in_the_other_layout(rank, recipe):
+    """Oracle: eager code, which gathers the face when it is used."""
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = ht.quantize_(nn.Sequential(*(Tied() for _ in range(2))), recipe)
+        for block in model if compiled else ():
+            block.compile(backend="aot_eager")  # one graph for both
+        for block in model:
+            fully_shard(block, mesh=mesh_of(rank, 2), reshard_after_forward=True)
+        for _ in range(2):
+            x = batch(0).requires_grad_()
+            y = model(x)
+            y.square().mean().backward()
+            found.append([y, x.grad, *(p.grad.to_local() for p in model.parameters())])
+            model.zero_grad()
+            ht.step_(model)
+    assert all(map(torch.equal, found[0] + found[1], found[2] + found[3]))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_rowwise", "fp8_delayed"])
+def test_compiled_products_in_the_other_layout(two, recipe):
+    two.run(compiled_products_in_the_other_layout, recipe)
 
 
 def product_by_the_other_face(rank):

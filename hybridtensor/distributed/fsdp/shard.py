@@ -27,7 +27,7 @@ from hybridtensor.distributed.fsdp.sending import (
 )
 from hybridtensor.distributed.fsdp.stream_order import StreamOrder
 from hybridtensor.distributed.fsdp.torch_compat import ShardedParam, alloc_storage, hooks_read
-from hybridtensor.linear.operands import Weight
+from hybridtensor.linear.operands import Weight, graphs_read_both
 from hybridtensor.ops import Face
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context, LayerState, StateTensors
@@ -332,8 +332,7 @@ class Shard:
     # -- in between
 
     def mark_traced(self) -> None:
-        """Record that a compiled graph holds the faces; raise NotImplementedError if it reads high-precision values
-        too."""
+        """Record that a compiled graph holds the faces; raise NotImplementedError if it reads high precision, too."""
         if self.plan.read:
             raise NotImplementedError(
                 "fully_shard: compiled code cannot read the values of a weight "
@@ -343,8 +342,9 @@ class Shard:
         if not self._traced:
             self._traced = True
             self.gathers.clear()
-        # A graph saves the columnwise face, too, which only backward gathers.
-        if hooks_read() and self.sharded.in_forward and not self.is_there(COLUMN):
+        # A graph saves the columnwise face, too, which only backward gathers, and may read it.
+        both = hooks_read() or graphs_read_both(self.config, self.sharded.size)
+        if both and self.sharded.in_forward and not (self.is_there(ROW) and self.is_there(COLUMN)):
             self._gather_both("_copied")
 
     def _gather_both(self, reason: str) -> None:
