@@ -37,7 +37,7 @@ def zeros(size: int, like: Tensor) -> Tensor:
     """Allocate fp32 zeros ``[size]`` on a tensor's device; while a CUDA graph is captured, those of many calls are
     filled by one launch."""
     if not is_captured() or 4 * size > _IN_CAPTURE:
-        return torch.zeros(size, dtype=torch.float32, device=like.device)
+        return like.new_zeros(size, dtype=torch.float32)
     key, room = (like.device, stream_of(like)), aligned_fp32(size)
     with _LOCK:
         known = _FILLED.get(key)

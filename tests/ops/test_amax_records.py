@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo import compiled_autograd
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import hybridtensor as ht
@@ -159,6 +160,15 @@ def test_zeros_of_a_capture_are_where_their_record_is(monkeypatch):
     monkeypatch.setattr(zeros, "is_captured", lambda: True)
     taken = [AmaxRecord(3, torch.device(kind)).provisional() for kind in ("cpu", "meta", "cpu")]
     assert [tensor.device.type for tensor in taken] == ["cpu", "meta", "cpu"]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_zeros_for_a_fake_tensor_are_fake_where_no_mode_is_active(captured, monkeypatch):
+    """Records of amaxes disable dispatch modes, and real tensors cannot be added to fake ones."""
+    monkeypatch.setattr(zeros, "is_captured", lambda: captured)
+    with FakeTensorMode():
+        like = torch.ones(3)
+    assert isinstance(zeros.zeros(3, like), FakeTensor)
 
 
 def test_zeros_of_a_capture_are_filled_together_while_some_are_in_use(monkeypatch):
