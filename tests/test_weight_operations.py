@@ -44,17 +44,19 @@ def test_layouts_agree(persistent, device):
     assert torch.equal(one[1][:32], all_[1][:32])
 
 
-@pytest.mark.parametrize("recipe", ANY_LAYER)
-def test_a_persistent_weight_in_the_other_layout_is_quantized_as_the_recipe_says_or_raises(recipe, device):
+@pytest.mark.parametrize(
+    ("recipe", "out"), [*((name, 128) for name in ANY_LAYER), ("fp8+high_precision", 1), ("fp8+dequantized", 1)]
+)
+def test_a_persistent_weight_in_the_other_layout_is_quantized_as_the_recipe_says_or_raises(recipe, out, device):
     """As tied autoencoders use it. Oracle: the weight in high precision, which each product quantizes."""
     config = ht.recipes.from_name(recipe)
     alike = not isinstance(config.weight, ht.HybridQuantizer)  # a quantizer for each face
     found = []
     for persistent in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 128)).to(device, torch.bfloat16)
-        ht.quantize_(model, config, persistent=persistent)
-        x = torch.randn(32, 128, device=device, dtype=torch.bfloat16)
+        model = nn.Sequential(nn.Linear(64, out)).to(device, torch.bfloat16)
+        ht.quantize_(model, config, persistent=persistent, filter_fn=lambda module, name: True)
+        x = torch.randn(32, out, device=device, dtype=torch.bfloat16)
         if persistent and not alike:
             with pytest.raises(NotImplementedError, match=r"weight of layer 0 is persistent .* in the other layout"):
                 F.linear(x, model[0].weight.t())

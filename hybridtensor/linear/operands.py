@@ -53,7 +53,9 @@ def is_transposed(weight: Weight) -> bool:
 
 def uses_other_layout(weight: Weight) -> bool:
     """Return whether a product multiplies a weight, or each expert's, in another layout than it is stored in."""
-    return is_transposed(weight) != weight.is_transposed and 1 not in weight.shape[-2:]
+    # Strides of one row or column say nothing.
+    is_known = isinstance(weight, HybridTensor) or 1 not in weight.shape[-2:]
+    return is_known and is_transposed(weight) != weight.is_transposed
 
 
 # Recipe, and shape as stored, of weights that graphs multiply in the other layout
