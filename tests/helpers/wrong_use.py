@@ -66,6 +66,7 @@ METHODS_OF_OTHERS = {
         "request",
         "require",
         "scale_shape",
+        "set_placeholder",
         "simplified",
         "stored",
         "stream",
