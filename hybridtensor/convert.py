@@ -331,7 +331,7 @@ def _convert(
 
 
 def _attach_state(layer: Layer, config: HybridConfig) -> LayerState:
-    """Create or extend the layer's state, and register it as a submodule if it holds tensors."""
+    """Create or extend the layer's state, and register it as a submodule once it holds tensors."""
     weight = part_of(layer.weight)
     name = layer.state_name
     state = layer.state or LayerState(layer.name or None)

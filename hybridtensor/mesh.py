@@ -171,8 +171,8 @@ def set_data_parallel_group_(model: nn.Module, group: dist.ProcessGroup | None) 
 
 
 def _states(model: nn.Module) -> Iterator[LayerState]:
-    # A state without tensors is no submodule: it is known to its layer's recipe or, of experts, to
-    # their weight alone.
+    # A state without tensors is known to its layer's recipe or, of experts, to their weight; it
+    # need not be a submodule.
     yield from layer_states(model)
     for module in model.modules():
         recipe = recipe_of(module)

@@ -20,7 +20,8 @@ _SINGLE = 256  # single numbers that are filled at once: 302 launches less in a 
 _LOCK = threading.Lock()
 # Where each capture takes zeros, and how many are taken, by device and stream. A weak reference: while
 # ``reduce-overhead`` records a graph, torch raises if anything else than the graph's results keeps memory of its pool.
-# In eager code the cached faces of weights keep theirs from the first forward to the last backward.
+# While eager code is captured, amaxes of the weights' cached faces keep the memory from the first forward to the last
+# backward.
 _FILLED: dict[tuple[torch.device, Stream], tuple[weakref.ref[Tensor], int]] = {}
 _READY: dict[tuple[int | None, int], list[Tensor]] = {}  # single zeros, by device and stream
 

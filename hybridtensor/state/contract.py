@@ -139,7 +139,7 @@ def _ends_early(wrapper: DistributedDataParallel) -> bool:
 
 def ranks_without_state(model: nn.Module) -> list[TrainingRanks]:
     """Return the ranks that train a model whose layers have no tensors of state; by default all."""
-    # Such a state is no submodule, and known to the weight
+    # Such a state need not be a submodule, but is known to the weight
     layers = [getattr(local(parameter), "layer", None) for parameter in model.parameters()]
     named = dict.fromkeys(layer.ranks for layer in layers if isinstance(layer, LayerState))
     return list(named) or [ALL_RANKS]
