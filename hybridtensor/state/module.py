@@ -24,7 +24,8 @@ class StateModule(nn.Module):
         """Register a buffer without elements that no state dict has, or remove it."""
         self._buffers.pop("placeholder", None)
         if needed:
-            # DistributedDataParallel broadcasts buffers if there were any when it wrapped the model, and fails on none.
+            # DistributedDataParallel broadcasts buffers if there were any when it wrapped the model, and fails if none
+            # are left.
             none = torch.empty(0, device=device)
             self.register_buffer("placeholder", none, persistent=False)
 
