@@ -53,7 +53,7 @@ def is_transposed(weight: Weight) -> bool:
 
 def uses_other_layout(weight: Weight) -> bool:
     """Return whether a product multiplies a weight, or each expert's, in another layout than it is stored in."""
-    # Strides of one row or column say nothing.
+    # A master weight's layout shows in its strides alone, and those of one row or column say nothing.
     is_known = isinstance(weight, HybridTensor) or 1 not in weight.shape[-2:]
     return is_known and is_transposed(weight) != weight.is_transposed
 

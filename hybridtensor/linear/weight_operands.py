@@ -294,9 +294,9 @@ def _require_faces_alike(weight: HybridTensor) -> None:
     where = "persistent, or gathered by FSDP2," if is_traced() else where
     raise NotImplementedError(
         f"linear: the weight of {layer_of(weight.record.layer)} is {where} and was multiplied in the other layout "
-        f"than it is stored in (its transpose by F.linear, or x @ weight), where {weight.recipe} would quantize other "
-        "faces than the weight has; give the layer a recipe with one weight format for output and grad_input, or "
-        "leave it out of quantize_ (keep_bf16)"
+        "than it is stored in (its transpose by F.linear, or x @ weight), so that output would read the face of "
+        f"grad_input, which {weight.recipe} quantizes in another way; give the layer a recipe with one weight format "
+        "for both, or leave it out of quantize_ (keep_bf16)"
     )
 
 

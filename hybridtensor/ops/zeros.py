@@ -37,6 +37,7 @@ def several_zeros(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
 def zeros(size: int, like: Tensor) -> Tensor:
     """Allocate fp32 zeros ``[size]`` on a tensor's device; while a CUDA graph is captured, those of many calls are
     filled by one launch."""
+    # Amaxes of rows have a fill of their own: a few of them would use up what single ones share.
     if not is_captured() or 4 * size > _IN_CAPTURE:
         return like.new_zeros(size, dtype=torch.float32)
     key, room = (like.device, stream_of(like)), aligned_fp32(size)
