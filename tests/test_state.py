@@ -708,6 +708,26 @@ class TestStepAfter:
         optimizer.step()
         assert [it[0].quantization_state.rounding[1] for it in (net, other)] == [1, 1]
 
+    @pytest.mark.parametrize("first", [lambda net, whole: net, lambda net, whole: whole], ids=["the model", "a wrapper"])
+    def test_called_again_before_any_layer_has_a_state(self, first):
+        net = model("bf16")
+        whole = nn.Sequential(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        ht.step_after(optimizer, first(net, whole))
+        ht.step_after(optimizer, whole if first(net, whole) is net else net)
+        ht.set_config_(net, "nvfp4")
+        optimizer.step()
+        assert net[0].quantization_state.rounding[1] == 1
+
+    def test_a_part_and_then_the_whole(self):
+        net = model("nvfp4")
+        whole = nn.Sequential(net, model("nvfp4"))
+        optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+        for it in (net, whole):
+            ht.step_after(optimizer, it)
+        optimizer.step()
+        assert [it[0].quantization_state.rounding[1] for it in whole] == [1, 1]
+
     @pytest.mark.parametrize("count", [1, 2])
     def test_frees_the_model_together_with_its_optimizers(self, count):
         """At once, as without it: the memory of a model is not left to the garbage collector."""

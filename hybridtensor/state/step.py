@@ -139,7 +139,7 @@ class step_after:  # noqa: N801  (used as a function)
         if scaler.get_scale() < before:
             ht.step_(model, skipped=True)
 
-    Another call for one of the optimizers and the same model takes the place of the first.
+    Another call for one of the optimizers and the same model, or one that contains it, takes the place of the first.
 
     Args:
         optimizers: An optimizer, or several that train the model together.
@@ -190,8 +190,8 @@ class step_after:  # noqa: N801  (used as a function)
 
     def _make_way_for(self, model: nn.Module) -> None:
         """End if a later call has the same model, or a wrapper of it: its state would advance twice in a step."""
-        states = set(layer_states(model))
-        if model is self._model or (states and states == set(layer_states(self._model))):
+        # By parameters: layers without a state may get one later
+        if set(model.parameters()).issuperset(self._model.parameters()):
             self.remove()
 
     @_between_graphs
