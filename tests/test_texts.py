@@ -212,7 +212,8 @@ ValueError: linear: an input whose last dimension has 64 features is required, g
 TypeError: linear: a floating-point input is required, got torch.int32; cast it
 ValueError: linear: one dtype is required, got input in torch.bfloat16 for a weight in torch.float32; cast
   one, or use torch.autocast
-ValueError: linear: operands on one device are required, got input on meta and a weight on cpu; move them""",
+ValueError: linear: operands on one device are required, got input on meta and a weight on cpu; move them, or
+  train by DistributedDataParallel in place of nn.DataParallel""",
     )
 
 

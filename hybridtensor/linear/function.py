@@ -385,7 +385,7 @@ def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtyp
         if operand.device != weight.device:
             raise ValueError(
                 f"linear: operands on one device are required, got {name} on {operand.device} and a weight on "
-                f"{weight.device}; move them"
+                f"{weight.device}; move them, or train by DistributedDataParallel in place of nn.DataParallel"
             )
 
 
