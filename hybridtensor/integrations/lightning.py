@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Unpack
 
-import torch
 from lightning.fabric.plugins import precision as fabric
 from lightning.pytorch.plugins import precision as pytorch
 from torch import nn
@@ -22,7 +22,6 @@ from hybridtensor.subclasses import is_converted
 _OF_THE_REST = (
     "tensor_init_context",
     "module_init_context",
-    "forward_context",
     "convert_input",
     "convert_output",
 )
@@ -36,11 +35,10 @@ class _Converting:
     def __init__(
         self, recipe: Recipe, *, precision: str = "32-true", **options: Unpack[Options]
     ) -> None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         made = {
             "32-true": lambda: self._kinds.Precision(),
             "bf16-true": lambda: self._kinds.HalfPrecision(precision),
-            "bf16-mixed": lambda: self._kinds.MixedPrecision(precision, device),
+            "bf16-mixed": lambda: self._kinds.MixedPrecision(precision, "cpu"),
         }
         require_choice(type(self).__name__, "precision", precision, made)
         self.precision, self._rest = precision, made[precision]()
@@ -48,14 +46,26 @@ class _Converting:
         # class has.
         for name in _OF_THE_REST:
             setattr(self, name, getattr(self._rest, name))
+        self.forward_context = self._on_the_device
         self._recipe, self._options = recipe, reusable(options)
+        self._module: weakref.ref[nn.Module] | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert a module, unless that was done before."""
         module = self._rest.convert_module(module)
+        self._module = weakref.ref(module)
         if not any(is_converted(local(p)) for p in module.parameters()):
             quantize_(module, self._recipe, **self._options)
         return module
+
+    def _on_the_device(self) -> AbstractContextManager[object]:
+        """Autocast, for ``bf16-mixed``, on the device where the module is by now."""
+        module = None if self._module is None else self._module()
+        parameter = None if module is None else next(module.parameters(), None)
+        if parameter is not None:
+            self._rest.device = parameter.device.type
+        context: AbstractContextManager[object] = self._rest.forward_context()
+        return context
 
 
 class HybridPrecision(_Converting, pytorch.Precision):

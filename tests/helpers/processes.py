@@ -6,6 +6,7 @@ import gc
 import importlib
 import io
 import multiprocessing
+import os
 import sys
 import time
 import traceback
@@ -95,6 +96,8 @@ def share_connections():
 
 def join(rank, size, store, device):
     """Join the group as a rank; what is made without naming a device is on this rank's own."""
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # libraries that look for a GPU would take one per rank
     torch.set_num_threads(1)
     seed_the_cpu_only()
     compile_without_measuring()

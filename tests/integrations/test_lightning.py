@@ -84,6 +84,17 @@ def test_precision_of_the_rest(precision):
     assert_same(module, by_hand("nvfp4", 1, torch.float32 if mixed else torch.bfloat16, autocast=mixed))
 
 
+def test_autocast_is_of_the_device_of_the_module_on_machines_that_have_others(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        plugins = [kind("nvfp4", precision="bf16-mixed") for kind in (HybridPrecision, FabricHybridPrecision)]
+    assert_same(fit(plugins[0]), by_hand("nvfp4", autocast=True))
+    module = lightning.Fabric(accelerator="cpu", plugins=plugins[1]).setup_module(Module().net)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = module.module(ROWS[:32])
+    assert torch.equal(module(ROWS[:32]), expected.float())
+
+
 def test_two_fits_and_a_test_convert_once():
     plugin = HybridPrecision("fp8_delayed", keep_bf16=["net.2"])
     module = fit(plugin)
