@@ -108,12 +108,12 @@ def test_transformers_loads_it(name, layout, tmp_path):
     """Its weights are the values of the faces, rounded to bf16; so is what it computes."""
     model = family(name, layout)
     folder = ht.export_pretrained(model, tmp_path / "out", layout)
-    options = {}
-    if layout.startswith("ct"):
-        from transformers import CompressedTensorsConfig
+    from transformers import CompressedTensorsConfig, FineGrainedFP8Config
 
-        options = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
+    kind = CompressedTensorsConfig if layout.startswith("ct") else FineGrainedFP8Config
+    loaded = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=kind(dequantize=True)
+    )
     expected = ht.plain_(copy.deepcopy(model))
     with torch.no_grad():
         for own, theirs in zip(expected.named_parameters(), model.parameters(), strict=True):

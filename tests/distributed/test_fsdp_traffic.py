@@ -208,6 +208,10 @@ def nothing_stays(rank):
             del loss
             if step in (2, 29):
                 after.append(living())
+        for _ in range(50):  # gloo's threads let go of what they have sent a little later
+            if bytes_of(after[1]) > bytes_of(after[0]):
+                time.sleep(0.1)
+                after[1] = living()
         # less where earlier models are let go late
         assert bytes_of(after[1]) <= bytes_of(after[0]), (recipe, after[1] - after[0])
         ht.set_config_(model, "mxfp8")
