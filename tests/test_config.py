@@ -64,6 +64,14 @@ def test_str_parses_back_to_an_equal_config(spec, modifier):
         assert str(config) == spec + modifier
 
 
+@pytest.mark.parametrize("formats", ["fp8:bf16", "mxfp8:bf16", "fp8:bf16/nvfp4:fp8/nvfp4"])
+def test_a_modifier_that_one_of_its_roles_has_no_use_for_is_printed(formats):
+    """A weight in high precision has no columnwise face that could be quantized from the rowwise one."""
+    config = HybridConfig.parse(formats + "+rowwise_dequantized")
+    assert config != HybridConfig.parse(formats)
+    assert str(config) == formats + "+rowwise_dequantized"
+
+
 def test_operands_of_a_product_may_have_formats_of_their_own():
     """In the order in which products are written: the input, or the gradient, is on the left."""
     config = HybridConfig.parse("fp8:mxfp8/fp8_rowwise:bf16/mxfp8:fp8")

@@ -123,8 +123,10 @@ def _widened(named: set[str]) -> set[str]:
 
 
 def _sources(faces: Faces) -> set[str]:
-    """Return the modifier that requantizes the columnwise faces of these roles, if any."""
-    for name, modifier in MODIFIERS.items():
-        if isinstance(modifier, OfRowwise) and faces.of_rowwise == set(modifier.roles):
-            return {name}
-    return set()
+    """Return the modifier for the fewest roles that requantizes these columnwise faces, if any."""
+    found = [
+        (len(modifier.roles), name)
+        for name, modifier in MODIFIERS.items()
+        if isinstance(modifier, OfRowwise) and faces.of_rowwise <= set(modifier.roles)
+    ]
+    return {min(found)[1]} if faces.of_rowwise and found else set()
