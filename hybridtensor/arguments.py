@@ -205,6 +205,14 @@ def require_loss(who: str, value: object, advice: str) -> Tensor:
     return value
 
 
+def own_loss(output: object) -> object:
+    """Return the loss that a model put into its output, as an attribute or an entry ``loss``; None without one."""
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("loss")
+    return found
+
+
 def require_dtype(who: str, dtype: object) -> None:
     """Raise TypeError unless ``dtype`` is a floating-point dtype of at least two bytes."""
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 from torch.utils._pytree import tree_leaves
 
-from hybridtensor.arguments import require_flag, require_loss, require_module, wrong
+from hybridtensor.arguments import own_loss, require_flag, require_loss, require_module, wrong
 from hybridtensor.dtensor import local
 from hybridtensor.explanation.checked import Check, ProductRow, ReadRow
 from hybridtensor.formats import Format
@@ -94,8 +94,8 @@ def check(
     Args:
         model: A model, converted or not, compiled, sharded or not.
         args: Passed to ``model``.
-        loss: Function from the model's output to a scalar; by default the output's ``loss``, or else the mean square
-            of all its floating-point tensors.
+        loss: Function from the model's output to a scalar; by default the output's attribute or entry ``loss``, or
+            else the mean square of all its floating-point tensors.
         strict: Raise if the result has ``problems``: products that did not run, or not by the recipe; weights read as
             values; layers that are plain although nothing excluded them.
         show: Print tables (needs ``rich``).
@@ -188,7 +188,7 @@ def _loss(out: object, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
     """Return the scalar to differentiate, or None if nothing can be."""
     if loss is not None:
         return require_loss("check", loss(out), "return one, such as a mean")
-    own = getattr(out, "loss", None)
+    own = own_loss(out)
     if isinstance(own, Tensor):
         return own
     tensors = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]

@@ -462,3 +462,18 @@ def test_gradients_that_are_not_finite():
             hardware="h100",
             loss=lambda m, x: m(x).square().mean() + (0 * m(x).sum()).sqrt(),
         )
+
+
+def test_the_loss_of_a_model_may_be_an_entry_of_what_it_returns():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model_of(None)
+
+        def forward(self, x, target):
+            output = self.inner(x)
+            return {"loss": (output - target).square().mean(), "logits": output}
+
+    named = [dict(zip(("x", "target"), batch, strict=True)) for batch in batches()]
+    found = ht.advise(Net(), named, hardware="b200", budget=0.25)
+    assert found.error == advise(model_of(None), budget=0.25).error

@@ -405,6 +405,20 @@ def test_losses():
         ht.check(net, X, loss=3)
 
 
+def test_the_loss_of_an_output_may_be_an_entry_of_a_dictionary():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk, self.head = nn.Linear(64, 64), nn.Linear(64, 32)
+
+        def forward(self, x):
+            hidden = self.trunk(x)
+            return {"loss": hidden.square().mean(), "logits": self.head(hidden)}
+
+    ran = [(row.layer, row.gemm) for row in ht.check(ht.quantize_(Net(), "fp8"), X).products]
+    assert ran == [("trunk", "output"), ("trunk", "grad_weight"), ("head", "output")]
+
+
 def test_is_shown(capsys):
     console = Console(width=100, record=True)
     console.print(ht.check(ht.quantize_(Experts(), "fp8"), X))

@@ -14,6 +14,7 @@ from hybridtensor import costs
 from hybridtensor.advising.choosing import FormatOption, Step, cheapest, curve
 from hybridtensor.advising.measuring import Batch, Product, measure
 from hybridtensor.arguments import (
+    own_loss,
     require_function,
     require_items,
     require_loss,
@@ -148,7 +149,7 @@ def advise(
         hardware: The name of a table of costs (``"h200"``, ``"h100"``, ``"b200"``), or a table; None measures the
             present GPU.
         loss: ``(model, batch)`` to a scalar. By default the model is called with the batch (a dictionary gives
-            its arguments) and returns it, or something that has it as ``loss``.
+            its arguments) and returns it, or something that has it as an attribute or entry ``loss``.
 
     Raises:
         TypeError: If an argument is of the wrong kind, the loss no real scalar, or a weight not bf16, fp16 or fp32.
@@ -235,7 +236,7 @@ def _prices(hardware: object) -> CostTable:
 
 def _default_loss(model: nn.Module, batch: object) -> object:
     out = model(**batch) if isinstance(batch, Mapping) else model(batch)
-    return out if isinstance(out, Tensor) else getattr(out, "loss", None)
+    return out if isinstance(out, Tensor) else own_loss(out)
 
 
 def _checked(loss: Callable[[nn.Module, Batch], object]) -> Callable[[nn.Module, Batch], Tensor]:
