@@ -52,7 +52,7 @@ def pickled(value: object, name: str, who: str) -> io.BytesIO:
         kind, dtype = type(part), getattr(part, "dtype", None)
         of = f" of {dtype}" if kind.__module__ == "numpy" and dtype is not None else ""
         raise ValueError(
-            f"{who}: numbers, text, tensors, numpy's numbers and arrays, and lists, tuples and "
+            f"{who}: numbers, text, tensors, numpy's numbers and arrays, and lists, tuples, sets and "
             f"dictionaries of these are required, got {kind.__module__}.{kind.__qualname__}{of} "
             f"in {where}; convert it, or leave it out ({error})"
         ) from error

@@ -99,7 +99,7 @@ class watch(Printed):  # noqa: N801  (used as a function)
     Args:
         model: A model after ``quantize_``.
         every: Distance between two measured steps.
-        rows: Maximum number of rows, or columns, measured of each operand.
+        rows: Maximum number of rows, or columns, measured of each operand; 128 or more.
         sinks: Receivers of samples, called one step later, on the first rank only: paths (JSON lines, in folders that
             are made), TensorBoard writers, W&B runs, Lightning loggers, functions of a ``Sample``.
         alarm: Action if a face is not finite or saturated: ``"warn"``, ``"raise"``, or a function of the message, which
