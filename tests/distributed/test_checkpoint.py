@@ -80,6 +80,19 @@ class TestRoundTrip:
                 assert torch.equal(a, b)
                 assert torch.equal(optimizers[0].masters()[a], optimizers[step].masters()[b])
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_masters_only_load_into_a_model_without_its_optimizer(self, dtype, tmp_path):
+        """As for an evaluation. The faces follow from the fp32 masters, whatever dtype the weights have."""
+        models = [ht.quantize_(nn.Linear(64, 64, dtype=dtype), "mxfp8", persistent=True) for _ in range(2)]
+        optimizer = ht.optim.MasterWeights(torch.optim.SGD, models[0].parameters(), lr=1e-3)
+        models[0](torch.randn(32, 64, dtype=dtype)).sum().backward()
+        optimizer.step()
+        checkpoint.save(tmp_path, 1, {"model": models[0], "optimizer": optimizer}, faces=False)
+        checkpoint.load(tmp_path, {"model": models[1]})
+        assert torch.equal(models[1].weight, models[0].weight)
+        resumed = ht.optim.MasterWeights(torch.optim.SGD, models[1].parameters(), lr=1e-3)
+        assert torch.equal(resumed.masters()[models[1].weight], optimizer.masters()[models[0].weight])
+
     def test_of_everything_that_a_run_has(self, tmp_path):
         model, optimizer = trained()
         scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 80])

@@ -96,12 +96,17 @@ class Restoration:
 
     def _add_values(self, entry: str, name: str, value: Tensor) -> None:
         """Load high-precision values: as they are stored, or from a master."""
-        master = self._stored_master(entry, name)
-        if f"{entry}.{name}" in self._stored or master is None:
+        master = self._master_for_values(entry, name)
+        if master is None:
             self.target[entry][name] = value
         else:
             optimizer, stepped = master
             self.target.setdefault(optimizer, {}).setdefault("masters", {})[stepped] = value
+
+    def _master_for_values(self, entry: str, name: str) -> tuple[str, str] | None:
+        """Return the master that is stored in place of a weight's values; see ``_stored_master``."""
+        is_stored = f"{entry}.{name}" in self._stored
+        return None if is_stored else self._stored_master(entry, name)
 
     def _stored_master(self, entry: str, name: str) -> tuple[str, str] | None:
         """Return the optimizer, and the name in it, under which a master of a weight is stored."""
@@ -126,7 +131,8 @@ class Restoration:
         ):
             self._after.append(lambda: refresh_(_persistent(parameter), local(master)))
         else:
-            values = memory_like(value, torch.float32 if master is not None else value.dtype)
+            in_fp32 = master is not None or self._master_for_values(entry, name) is not None
+            values = memory_like(value, torch.float32 if in_fp32 else value.dtype)
             self._add_values(entry, name, values)
             self._after.append(lambda: _take_values(parameter, values, master))
 
