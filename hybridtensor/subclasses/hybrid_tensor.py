@@ -43,7 +43,7 @@ class HybridTensor(InterceptingTensor):
         rowwise: Face whose scale groups run along the last dimension, or None.
         columnwise: Face whose scale groups run along the first dimension, or None.
         config: The recipe of the layer whose weight this is, or None.
-        taken: What this is of the weight whose record it shares: takes the same part of its high-precision values.
+        taken: Function that takes the part of the weight's high-precision values which this view of it shows.
         swapped: Whether this is the transpose of that weight, so that its rowwise face is the weight's columnwise one.
         is_of_all_ranks: Whether this is the tokens of all ranks, whose gradient is summed over them:
             only column-parallel layers may read it.
