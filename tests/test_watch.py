@@ -234,6 +234,16 @@ def test_evaluation_in_a_sampled_step_does_not_count():
     assert watched.scalars() == pytest.approx(other.scalars(), nan_ok=True)
 
 
+def test_a_forward_with_gradients_counts_without_a_backward():
+    """Whether one follows is known only later."""
+    model, x = model_of("mxfp8"), inputs(9) * 100
+    with ht.watch(model, every=1) as watched:
+        model(x)
+        train(model, 1)
+    first = watched.scalars()["blocks.0.q/input.rowwise/cur_amax"]
+    assert first == x.abs().max()
+
+
 def test_evaluation_after_a_backward_does_not_count():
     """The first layer has no gradient: what came before its product is another layer's backward."""
 
