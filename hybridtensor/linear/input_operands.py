@@ -46,7 +46,7 @@ class SavedInput(Operand):
         saved = ht.linear.input_operand(x, x, weight, config, needs, context)
     """
 
-    __slots__ = ("_after", "_config", "_context", "_dtype", "_recomputed", "_sharing", "_x")
+    __slots__ = ("_config", "_context", "_dtype", "_recomputed", "_sharing", "_x")
 
     def __init__(
         self,
@@ -61,7 +61,6 @@ class SavedInput(Operand):
     ) -> None:
         super().__init__(row, None, amax_record)
         self._x: Tensor | None = x
-        self._after: Tensor | None = None
         self._config, self._dtype, self._context = config, dtype, context
         self._sharing, self._recomputed = sharing, recomputed
 
@@ -74,18 +73,12 @@ class SavedInput(Operand):
             prefer_recompute(x)
         return [x]
 
-    def begin(self, saved: list[Tensor], grad: Tensor) -> None:
-        """See ``Operand.begin``: order the cast after the gradient, or a compiler moves it into forward and saves
-        its result."""
-        if is_traced() and not isinstance(grad, HybridTensor):
-            self._after = grad
+    def columnwise(self, saved: list[Tensor], after: Tensor | None = None) -> Face:
+        return self._sharing.take(functools.partial(self._quantized, saved[0], after))
 
-    def columnwise(self, saved: list[Tensor]) -> Face:
-        return self._sharing.take(functools.partial(self._made, saved[0]))
-
-    def _made(self, x: Tensor) -> Face:
+    def _quantized(self, x: Tensor, after: Tensor | None) -> Face:
         values = False, may_hold_values(self._dtype, self._context.groups)
-        context = self._context._replace(after=self._after, values=values, direct=False)
+        context = self._context._replace(after=after, values=values, direct=False)
         context = context.in_backward()
         return one_face(self._config.input, x, "columnwise", self._dtype, context)
 
@@ -125,7 +118,7 @@ class ShardedInput(Operand):
             # Siblings wait for one gather, which the first of them starts.
             shared.parts = self._sequence.start(super().columnwise(saved), "columnwise")
 
-    def columnwise(self, saved: list[Tensor]) -> Face:
+    def columnwise(self, saved: list[Tensor], after: Tensor | None = None) -> Face:
         self._start(saved)
         return self._sharing.take(functools.partial(self._gathered, super().columnwise(saved)))
 

@@ -5,7 +5,7 @@ and gives its columnwise face back from them::
 
     operand.rowwise()  # forward
     operand.save()  # forward: plain tensors, a list that never depends on the phase
-    operand.columnwise(saved)  # backward
+    operand.columnwise(saved, after)  # backward
 
 ``Operand`` is one whose faces exist after forward: cast now, cached, shared, or those of an input that was quantized
 before. Its subclasses make the columnwise face in backward: ``input_operands``, ``weight_operands``.
@@ -128,13 +128,17 @@ class Operand:
         return column.tensors()
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
-        """Start asynchronous work that ``columnwise`` waits for, once the gradient exists."""
+        """Start an all-gather that ``columnwise`` of an input waits for, once the gradient exists."""
 
     def release(self, *, used: bool) -> None:
         """Release cached faces in backward; ``used`` is False if the second part of a backward will need them."""
 
-    def columnwise(self, saved: list[Tensor]) -> Face:
-        """Return the columnwise face from the saved tensors; raise ValueError if there was none."""
+    def columnwise(self, saved: list[Tensor], after: Tensor | None = None) -> Face:
+        """Return the columnwise face from the saved tensors; raise ValueError if there was none.
+
+        ``after``: What a graph computes before it makes the face, or a compiler would move the cast into forward and
+        save the face; None in eager code.
+        """
         if self._kind is None:
             raise ValueError("backward: the operand was made without a columnwise face")
         return Face.of(saved, self._kind)

@@ -24,6 +24,7 @@ from hybridtensor.linear.operands import Needs, Operand, gradient_faces
 from hybridtensor.ops import Face, after
 from hybridtensor.ops.amaxes import ReturnedAmaxes, commit
 from hybridtensor.ops.autograd import version_of
+from hybridtensor.ops.library import is_traced
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context, LayerState, StateTensors, layer_of
@@ -169,14 +170,18 @@ class Backward(NamedTuple):
         state, done = self.context.state, None
         if state is not None and state.slots:
             done = self._begin_backward(state, amaxes, grad)
+        of_input, of_weight = saved[:count], saved[count:]
         if needs.weight:
             # Gathered while the gradient is cast and multiplied
-            self.input.begin(saved[:count], grad)
+            self.input.begin(of_input, grad)
+        traced, values = not direct and is_traced(), None
         if isinstance(grad, HybridTensor):
             row, column = gradient_faces(grad, needs, dtype)
         else:
-            values = may_hold_values(dtype, self.context.groups)
-            context = self.context.of_gradient(done, values, direct)
+            values = grad
+            context = self.context.of_gradient(
+                done, may_hold_values(dtype, self.context.groups), direct
+            )
             row, column = self.config.grad_output.faces(
                 grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype, context=context
             )
@@ -188,15 +193,14 @@ class Backward(NamedTuple):
             observe_operand(self.layer, "grad_output", grad, self.input)
         grad_input = grad_weight = None
         if row is not None:
-            self.weight.begin(saved[count:], row.qdata)
-            right = self.weight.columnwise(saved[count:])
+            right = self.weight.columnwise(of_weight, row.qdata if traced else None)
             if observers:
                 observe_product(self.layer, "grad_input", row, right, dtype)
             grad_input = ops.product(row, right, out_dtype=dtype, fast_accum=fast, direct=direct)
             row = None  # its memory is for the weight's gradient
         self.weight.release(used=needs.input or not self.needs.input)  # room for what follows
         if column is not None:
-            right = self.input.columnwise(saved[:count])
+            right = self.input.columnwise(of_input, values if traced else None)
             if column.groups is not None:
                 right = right._replace(groups=column.groups)
             if observers:

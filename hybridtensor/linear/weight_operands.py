@@ -82,7 +82,7 @@ class MasterOperand(Operand):
         # Nothing is saved: backward asks the weight, and raises if that was written since.
         return []
 
-    def columnwise(self, saved: list[Tensor]) -> Face:
+    def columnwise(self, saved: list[Tensor], after: Tensor | None = None) -> Face:
         """Return the columnwise face; raise RuntimeError if the weight or its scales changed since forward, or it
         was freed."""
         weight = self._weight
@@ -144,7 +144,7 @@ class MasterOperand(Operand):
 class TracedMaster(Operand):
     """A weight in high precision in a traced graph: forward and backward each quantize one face."""
 
-    __slots__ = ("_after", "_amaxes", "_context", "_dtype", "_weight")
+    __slots__ = ("_amaxes", "_context", "_dtype", "_weight")
 
     def __init__(
         self,
@@ -156,7 +156,6 @@ class TracedMaster(Operand):
     ) -> None:
         weight.check_common_scale()
         self._weight, self._dtype = weight, dtype
-        self._after: Tensor | None = None
         context = weight.context._replace(state=state)
         context = self._context = for_products_of_weight(
             context, dtype, weight.config, weight.device
@@ -175,11 +174,7 @@ class TracedMaster(Operand):
             )
         super().__init__(row, None)
 
-    def begin(self, saved: list[Tensor], grad: Tensor) -> None:
-        # The cast in backward waits for the gradient. A compiler would move it into forward, and save the face.
-        self._after = grad
-
-    def columnwise(self, saved: list[Tensor]) -> Face:
+    def columnwise(self, saved: list[Tensor], after: Tensor | None = None) -> Face:
         self._weight.check_common_scale()
         with weight_casts():
             _, column = self._weight.quantized(
@@ -187,7 +182,7 @@ class TracedMaster(Operand):
                 columnwise=True,
                 dtype=self._dtype,
                 amaxes=self._amaxes,
-                after=self._after,
+                after=after,
                 context=self._context.in_backward(),
             )
         return required_columnwise(column)
@@ -216,7 +211,7 @@ class GatheredWeight(GivenWeight):
         super().__init__(row, None)
         self._weight, self._dtype = weight, dtype
 
-    def columnwise(self, saved: list[Tensor]) -> Face:
+    def columnwise(self, saved: list[Tensor], after: Tensor | None = None) -> Face:
         column = self._weight.faces(rowwise=False, columnwise=True, dtype=self._dtype)[1]
         return required_columnwise(column)
 
@@ -224,25 +219,20 @@ class GatheredWeight(GivenWeight):
 class RequantizedWeight(GivenWeight):
     """A persistent weight whose columnwise face backward requantizes from the rowwise one, with random signs (EDEN)."""
 
-    __slots__ = ("_after", "_context", "_dtype", "_quantizer")
+    __slots__ = ("_context", "_dtype", "_quantizer")
 
     def __init__(
         self, row: Face | None, quantizer: HybridQuantizer, dtype: torch.dtype, context: Context
     ) -> None:
         super().__init__(row, None)
-        self._after: Tensor | None = None
         self._quantizer, self._dtype, self._context = quantizer, dtype, context
 
     def save(self) -> list[Tensor]:
         self._column = self.rowwise()
         return super().save()
 
-    def begin(self, saved: list[Tensor], grad: Tensor) -> None:
-        if is_traced():  # as in ``TracedMaster``
-            self._after = grad
-
-    def columnwise(self, saved: list[Tensor]) -> Face:
-        row, context = super().columnwise(saved), self._context._replace(after=self._after)
+    def columnwise(self, saved: list[Tensor], after: Tensor | None = None) -> Face:
+        row, context = super().columnwise(saved), self._context._replace(after=after)
         return self._quantizer.derive_columnwise(row, self._dtype, context)
 
 
