@@ -56,7 +56,7 @@ class MasterOperand(Operand):
     ) -> None:
         self._forward = ForwardUse(trained=any(needs), backward_follows=needs.input)
         self._seen = seen = weight.seen(dtype)
-        if isinstance(seen.scales, tuple):
+        if isinstance(seen.stamp.scales, tuple):
             context = weight.context  # with the common scale as it is now
         self._context = context
         stream = stream_of(weight.plain)
@@ -127,7 +127,7 @@ class MasterOperand(Operand):
                 f"grad_input: the weight of {layer_of(self._context.state)} was written or replaced between its "
                 "forward and backward; do that after backward, or leave the layer out of quantize_ (keep_bf16)"
             )
-        if same_recipe and seen.scales != self._seen.scales:
+        if same_recipe and seen.stamp.scales != self._seen.stamp.scales:
             raise RuntimeError(
                 f"grad_input: the scales of the weight of {layer_of(self._context.state)} changed between its "
                 "forward and backward; call step_, and write weights that have a common_scale with it, after backward"

@@ -33,17 +33,27 @@ Place = tuple[torch.Size, tuple[int, ...], int | torch.SymInt]
 """Which view of a weight's memory faces are of."""
 
 
-Stamp = tuple[int, object, object, torch.dtype]
-"""What faces depend on beside the memory they were made from, so that faces with another stamp are old: the count of
-changes, the version of scales, the recipe, the dtype of faces in high precision."""
+class Stamp(NamedTuple):
+    """What faces depend on besides the memory they were made from: faces with another stamp are old.
+
+    Attributes:
+        changes: Count of writes, and of possible ones; see ``WeightRecord.changes``.
+        scales: Version of the layer's scales, with that of a common scale if there is one; None without a layer.
+        recipe: The config.
+        dtype: Dtype of faces in high precision.
+    """
+
+    changes: int
+    scales: int | tuple[int | None, int] | None
+    recipe: object
+    dtype: torch.dtype
 
 
 class Seen(NamedTuple):
-    """The state of a weight when it was used: the stamp of its faces then, and what tells whether it, or a scale, was
-    written since."""
+    """The state of a weight when it was used: the stamp of its faces then, and ``writes``, which changes with counted
+    writes only."""
 
     stamp: Stamp
-    scales: int | tuple[int | None, int] | None
     writes: tuple[int, int, int]
 
 
@@ -158,7 +168,7 @@ class FaceCache:
     @property
     def dtype(self) -> torch.dtype | None:
         """Dtype of the last computation with the weight, or None."""
-        return None if self._stamp is None else self._stamp[-1]
+        return None if self._stamp is None else self._stamp.dtype
 
     def store(self, place: Place, stamp: Stamp, faces: CachedFaces, stream: Stream) -> None:
         """Cache new faces of view ``place``, made on ``stream``, unless another thread changed the cache."""
@@ -223,7 +233,7 @@ class FaceCache:
 
     def rowwise(self, place: Place, stamp: Stamp, stream: Stream) -> Face | None:
         """Return the rowwise face of a view that is valid on ``stream``, in any dtype, without counting a use."""
-        # The last entry is the dtype of faces in high precision; quantized ones do not depend on it.
+        # Quantized faces do not depend on the dtype of those in high precision.
         if self._stamp is None or self._stamp[:-1] != stamp[:-1]:
             return None
         row = self._views.get((place, stream), _NOTHING).row

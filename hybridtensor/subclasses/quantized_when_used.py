@@ -95,8 +95,8 @@ class QuantizedWhenUsed(InterceptingTensor):
                 common.measure_written()
                 scales = scales, common.version
         own, of_plain = self._count_unobserved()
-        stamp = record.changes, scales, self.config, dtype
-        return Seen(stamp, scales, (record.writes, of_plain, own))
+        stamp = Stamp(record.changes, scales, self.config, dtype)
+        return Seen(stamp, (record.writes, of_plain, own))
 
     def stamp(self, dtype: torch.dtype) -> Stamp:
         """What faces depend on now: write counts, scales, recipe and ``dtype``."""
@@ -187,8 +187,9 @@ class QuantizedWhenUsed(InterceptingTensor):
             if dispatch_modes() or (replayed and not isinstance(stream, tuple)):
                 if replayed:
                     record.face_cache.clear()  # of those that a capture left
-                context, rowwise = self.context_of_products(context, stamp[-1]), forward is not None
-                return self._made(rowwise, columnwise, stamp[-1], context, amax_record)
+                context = self.context_of_products(context, stamp.dtype)
+                rowwise = forward is not None
+                return self._made(rowwise, columnwise, stamp.dtype, context, amax_record)
             cached = record.face_cache.use(self.place, stamp, stream, forward)
             made = self._completed(cached, stamp, forward, columnwise, amax_record, context)
             if made is not cached:
@@ -218,7 +219,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         column_is_missing = (columnwise or both) and (column is None or unmeasured)
         if not (row_is_missing or column_is_missing):
             return cached
-        dtype = stamp[-1]
+        dtype = stamp.dtype
         amaxes = cached.amaxes
         # Comparing tensors takes longer than all else here
         unknown = amaxes[0] is None and amaxes[1] is None
