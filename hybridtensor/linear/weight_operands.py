@@ -144,7 +144,7 @@ class MasterOperand(Operand):
 class TracedMaster(Operand):
     """A weight in high precision in a traced graph: forward and backward each quantize one face."""
 
-    __slots__ = ("_amaxes", "_context", "_dtype", "_weight")
+    __slots__ = ("_context", "_dtype", "_weight")
 
     def __init__(
         self,
@@ -157,33 +157,27 @@ class TracedMaster(Operand):
         weight.check_common_scale()
         self._weight, self._dtype = weight, dtype
         context = weight.context._replace(state=state)
-        context = self._context = for_products_of_weight(
-            context, dtype, weight.config, weight.device
-        )
-        if needs.input:
-            context = measured_in_backward(context, weight.config.weight)
+        context = for_products_of_weight(context, dtype, weight.config, weight.device)
         with weight_casts():
-            self._amaxes = weight.amaxes(dtype) if needs.input else (None, None)
+            of_forward = context
+            if needs.input:
+                context = context._replace(amaxes=weight.amaxes(dtype))
+                of_forward = measured_in_backward(context, weight.config.weight)
+            self._context = context
             row, _ = weight.quantized(
                 rowwise=True,
                 columnwise=False,
                 dtype=dtype,
-                record=record,
-                amaxes=self._amaxes,
-                context=context,
+                context=of_forward._replace(record=record),
             )
         super().__init__(row, None)
 
     def columnwise(self, saved: list[Tensor], after: Tensor | None = None) -> Face:
         self._weight.check_common_scale()
+        context = self._context.in_backward()._replace(after=after)
         with weight_casts():
             _, column = self._weight.quantized(
-                rowwise=False,
-                columnwise=True,
-                dtype=self._dtype,
-                amaxes=self._amaxes,
-                after=after,
-                context=self._context.in_backward(),
+                rowwise=False, columnwise=True, dtype=self._dtype, context=context
             )
         return required_columnwise(column)
 

@@ -241,13 +241,15 @@ class QuantizedWhenUsed(InterceptingTensor):
         amax_record: AmaxRecord | RecordedAmax,
         amaxes: Amaxes = (None, None),
     ) -> CachedFaces:
-        """Quantize faces now, with where their amaxes are recorded."""
+        """Quantize faces now, scaled by ``amaxes`` where these are known, with where their amaxes are recorded."""
         if isinstance(amax_record, AmaxRecord):
             amax_record = amax_record.provisional()
         if context.state is not None and context.state.amax is not amax_record:
             context = context._replace(state=context.state._replace(amax=amax_record))
+        if amaxes is not context.amaxes:
+            context = context._replace(amaxes=amaxes)
         row, column = self.quantized(
-            rowwise=rowwise, columnwise=columnwise, dtype=dtype, amaxes=amaxes, context=context
+            rowwise=rowwise, columnwise=columnwise, dtype=dtype, context=context
         )
         return CachedFaces(row, column, amaxes, amax_record)
 
@@ -262,16 +264,11 @@ class QuantizedWhenUsed(InterceptingTensor):
         rowwise: bool,
         columnwise: bool,
         dtype: torch.dtype,
-        record: bool = True,
-        amaxes: Amaxes = (None, None),
-        after: Tensor | None = None,
         config: HybridConfig | None = None,
         context: Context | None = None,
     ) -> Faces:
         """Quantize faces now, without caching; ``config`` and ``context`` replace the weight's own."""
         context = self.context if context is None else context
-        if record is not context.record or after is not None or amaxes is not context.amaxes:
-            context = context._replace(record=record, amaxes=amaxes, after=after)
         config = self.config if config is None else config
         values = weight_values(config, self.plain)
         if config.weight.requantizes:
@@ -288,7 +285,10 @@ class QuantizedWhenUsed(InterceptingTensor):
         stamp = self.stamp(self.dtype)
         row = self.record.face_cache.rowwise(self.place, stamp, stream_of(self.plain))
         if row is None:
-            row, _ = self.quantized(rowwise=True, columnwise=False, dtype=self.dtype, record=False)
+            context = self.context._replace(record=False)
+            row, _ = self.quantized(
+                rowwise=True, columnwise=False, dtype=self.dtype, context=context
+            )
         if row is None:
             raise ValueError(f"MasterWeight: {self.config.weight} made no rowwise face")
         return row
