@@ -17,7 +17,6 @@ from hybridtensor.distributed.fsdp.payload import (
     Stretch,
     WeightPayload,
 )
-from hybridtensor.distributed.fsdp.plan import ROW
 from hybridtensor.distributed.fsdp.sending import HookMetadata, HookResult, fill, gathered_state
 from hybridtensor.distributed.fsdp.shard import Shard
 from hybridtensor.distributed.fsdp.torch_compat import free_storage
@@ -32,25 +31,19 @@ if TYPE_CHECKING:
 class PreparedGather:
     """The payload of one kind of gather with views of it, and the buffers that receive all ranks' payloads."""
 
-    def __init__(
-        self,
-        payload: Payload,
-        shards: Sequence[Shard],
-        wanted: Sequence[tuple[bool, bool]],
-        names: Sequence[tuple[str, ...]],
-        bundle: Bundle,
-    ) -> None:
-        self._payload, self._shards, self._wanted, self._names = payload, shards, wanted, names
-        self._ranks = shards[0].sharded.num_ranks
-        self._stretches = payload.layout.stretches(names)
-        if self._ranks == 1:  # FSDP2 forwards one tensor of each weight
+    def __init__(self, payload: Payload, bundle: Bundle) -> None:
+        shards, wanted = self._shards, self._wanted = bundle.shards, bundle.wanted
+        self._payload, self._names = payload, [sending.names for sending in bundle.sendings]
+        num_ranks = shards[0].sharded.num_ranks
+        self._stretches = payload.layout.stretches(self._names)
+        if num_ranks == 1:  # FSDP2 forwards one tensor of each weight
             slots = [slot for one in self._stretches for slot in one.slots]
             self._stretches = [Stretch(tuple(slots))]
         sent = payload.sent(self._stretches)
         # With one rank FSDP2 reads ``all_gather_inputs[0]`` of every parameter: of those that send
         # nothing, too, there must be one.
-        nothing = (sent[0].new_empty(0),) if self._ranks == 1 else ()
-        self.buffers = [tensor.new_empty(self._ranks * tensor.numel()) for tensor in sent]
+        nothing = (sent[0].new_empty(0),) if num_ranks == 1 else ()
+        self.buffers = [tensor.new_empty(num_ranks * tensor.numel()) for tensor in sent]
         # FSDP2 allocates their storage before it copies into them (``alloc_all_gather_outputs``).
         for buffer in self.buffers:
             free_storage(buffer)
@@ -76,7 +69,7 @@ class PreparedGather:
         self._copies.run()
         # After all copies, which fill the rowwise faces that are read here.
         for shard, (_, columnwise) in zip(self._shards, self._wanted, strict=True):
-            if columnwise and shard.plan.column.kind == ROW and not shard.plan.shares:
+            if columnwise and shard.plan.derives_after_gather and not shard.plan.shares:
                 shard.requantize(_known(shard))
 
     def _new_copies(self, received: Sequence[Tensor]) -> Copies:
@@ -116,6 +109,12 @@ class Bundle:
         shards: The weights, in FSDP2's order.
         wanted: Of each, whether the rowwise face is wanted, and the columnwise one.
         caches: Whether what is sent can be sent again until a weight is written.
+
+    Attributes:
+        shards: See above.
+        wanted: See above.
+        sendings: How each weight is sent.
+        sender: Index of the weight that sends the bytes of all.
     """
 
     def __init__(
@@ -125,8 +124,8 @@ class Bundle:
         wanted: Sequence[tuple[bool, bool]],
         caches: bool,
     ) -> None:
-        self._group, self._shards, self._wanted, self._caches = group, shards, wanted, caches
-        self._sendings = tuple(
+        self._group, self.shards, self.wanted, self._caches = group, shards, wanted, caches
+        self.sendings = tuple(
             Sending(shard.plan, shard.plan.sends(*asked), shard.dtype)
             for shard, asked in zip(shards, wanted, strict=True)
         )
@@ -147,7 +146,7 @@ class Bundle:
         """Quantize the local shards that changed since the last payload; return each weight's hook result, or None
         to copy it first."""
         if self._generation != generation:
-            replayed = any(shard.replayed for shard in self._shards)
+            replayed = any(shard.replayed for shard in self.shards)
             self._generation, self._may_cache = generation, self._caches and not replayed
         caches = self._may_cache and not recorded
         # FSDP2 copies an offloaded shard to the device in each gather, and calls the hook of the
@@ -160,7 +159,7 @@ class Bundle:
         if not caches and not comes_later:
             self._quantize(payload, range(len(parts)), parts, caches=False)
         elif caches and payload.generation != generation:
-            pairs = zip(self._shards, payload.weights, strict=True)
+            pairs = zip(self.shards, payload.weights, strict=True)
             old = [
                 i
                 for i, (shard, of_weight) in enumerate(pairs)
@@ -169,13 +168,13 @@ class Bundle:
             self._quantize(payload, old, parts, caches=True)
             payload.generation = generation
         gather: PreparedGather = payload.gathers[self]
-        self._shards[self.sender].sharded.gather_into(gather.buffers)
+        self.shards[self.sender].sharded.gather_into(gather.buffers)
         return None if comes_later else gather.results
 
     def send(self, index: int, tensor: Weight) -> HookResult:
         """Quantize a copy of one local shard, and return its ``fsdp_pre_all_gather`` result."""
         payload: Any = self._payload
-        shard = self._shards[index]
+        shard = self.shards[index]
         shard.order_amaxes()
         fill(payload.weights[index], tensor, shard)
         result: HookResult = payload.gathers[self].results[index]
@@ -188,11 +187,11 @@ class Bundle:
         if index == self.sender:
             self._received = outputs
         payload = self._payload
-        if index == len(self._shards) - 1 and payload is not None:
+        if index == len(self.shards) - 1 and payload is not None:
             gather = payload.gathers[self]
             with torch.no_grad():
                 gather.unpack(self._received)
-            self._shards[self.sender].sharded.gather_into([])
+            self.shards[self.sender].sharded.gather_into([])
             # FSDP2 no longer knows these buffers: it would free them at the reshard only, which
             # with ``reshard_after_forward=False`` comes after backward.
             for tensor in self._received:
@@ -206,16 +205,16 @@ class Bundle:
     def _uncached_payload(self, recorded: bool) -> Payload:
         """Return a payload for this gather alone, which is not cached."""
         if self._caches and not recorded:
-            self._group.payloads.pop(self._shards, None)
+            self._group.payloads.pop(self.shards, None)
         if self._uncached is None:
-            self._uncached = self._new_payload(self._sendings)
+            self._uncached = self._new_payload(self.sendings)
         self._uncached.order()
         self._uncached.acquire()
         return self._uncached
 
     def _cached_payload(self) -> Payload:
         """Return the cached payload of these weights, with all faces requested so far, which one launch quantizes."""
-        cached, sendings = self._group.payloads.get(self._shards), self._sendings
+        cached, sendings = self._group.payloads.get(self.shards), self.sendings
         if cached is not None and self not in cached.gathers:
             pairs = list(zip(sendings, cached.sendings, strict=True))
             if any(mine.plan is not old.plan or mine.dtype != old.dtype for mine, old in pairs):
@@ -223,7 +222,7 @@ class Bundle:
             elif any(not set(mine.names) <= set(old.names) for mine, old in pairs):
                 sendings, cached = tuple(mine.joined(old) for mine, old in pairs), None
         if cached is None:
-            cached = self._group.payloads[self._shards] = self._new_payload(sendings)
+            cached = self._group.payloads[self.shards] = self._new_payload(sendings)
         elif self not in cached.gathers:
             self._add_gather(cached)
         cached.order()
@@ -236,9 +235,8 @@ class Bundle:
         return payload
 
     def _add_gather(self, payload: Payload) -> None:
-        names = [sending.names for sending in self._sendings]
         with torch.inference_mode(False):
-            payload.gathers[self] = PreparedGather(payload, self._shards, self._wanted, names, self)
+            payload.gathers[self] = PreparedGather(payload, self)
 
     def _quantize(
         self, payload: Payload, chosen: Sequence[int], parts: Sequence[Weight], *, caches: bool
@@ -246,7 +244,7 @@ class Bundle:
         """Quantize some weights into the payload."""
         order, casts, values = None, [], []
         for index in chosen:
-            shard, of_weight, part = self._shards[index], payload.weights[index], parts[index]
+            shard, of_weight, part = self.shards[index], payload.weights[index], parts[index]
             common = getattr(part.record.layer, "common", None)
             if common is not None or shard.order is not order:
                 shard.order_amaxes()  # of all that are reduced together
@@ -264,7 +262,7 @@ class Bundle:
             payload.cast(casts, values)
         if caches:
             for index in chosen:
-                payload.weights[index].contents = self._shards[index].contents
+                payload.weights[index].contents = self.shards[index].contents
 
     def _payload_cast(
         self, shard: Shard, of_weight: WeightPayload, part: MasterWeight

@@ -253,8 +253,8 @@ def remake_(part: HybridTensor, values: Tensor, config: HybridConfig) -> bool:
     if shard.plan.reduce is not None:
         reduce_amaxes([(shard, values)])
     with torch.no_grad():
-        keeps = not config.weight.draws_from_rowwise
-        made, _ = shard.part(values, part.state).faces(rowwise=True, columnwise=keeps)
+        columnwise = not config.weight.draws_from_rowwise  # else each step requantizes it
+        made, _ = shard.part(values, part.state).faces(rowwise=True, columnwise=columnwise)
     row, column = (_cut(face, axis, values.shape[0]) for axis, face in enumerate(made))
     if row is not None and column is not None and column.follows_rowwise:
         column = row._replace(

@@ -121,19 +121,25 @@ class Plan:
         return {None: (0, 0), "tensor": (1, 1), "column": (1, self.columns)}[self.reduce]
 
     @property
+    def derives_after_gather(self) -> bool:
+        """Whether the columnwise face is made of the gathered rowwise one, so that nothing of its own is sent."""
+        return self.column.kind == ROW
+
+    @property
     def shares(self) -> bool:
         """Whether the columnwise face consists of the tensors of the rowwise one."""
-        return self.column.kind == ROW and self.column.format.is_identity
+        return self.derives_after_gather and self.column.format.is_identity
 
     def fills(self, rowwise: bool, columnwise: bool) -> tuple[bool, bool]:
-        """Return which faces are there after a gather for the requested ones: also the one that another is made of."""
-        return rowwise or (columnwise and self.column.kind == ROW), columnwise
+        """Return which faces a gather of the requested ones fills: also the rowwise one where the columnwise one is
+        made of it."""
+        return rowwise or (columnwise and self.derives_after_gather), columnwise
 
     def sends(self, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
         """Return the names of the tensors sent for the requested faces: ``"whole"``, or ``"rowwise"``,
         ``"columnwise"``, ``"values"``."""
         rowwise, columnwise = self.fills(rowwise, columnwise)
-        columnwise = columnwise and self.column.kind != ROW
+        columnwise = columnwise and not self.derives_after_gather
         if columnwise and self.transposed and self.row.kind == self.column.kind == "bytes":
             rowwise, columnwise = True, False  # transposed after the gather
         wanted = {ROW: self.row} if rowwise else {}

@@ -63,8 +63,8 @@ def fill(
     if not rowwise and not columnwise:
         return None
     if isinstance(tensor, HybridTensor):
-        whole = tensor.detach().transpose(-2, -1) if tensor.is_transposed else tensor
-        made = whole.faces(rowwise=rowwise, columnwise=columnwise, dtype=dtype)
+        as_multiplied = tensor.detach().transpose(-2, -1) if tensor.is_transposed else tensor
+        made = as_multiplied.faces(rowwise=rowwise, columnwise=columnwise, dtype=dtype)
         first = 0
     else:
         values = tensor.source

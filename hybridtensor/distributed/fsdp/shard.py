@@ -222,8 +222,8 @@ class Shard:
         if self.plan.whole or self.plan.row.kind != "bytes":
             return None
         if isinstance(tensor, HybridTensor):
-            whole = tensor.transpose(-2, -1) if tensor.is_transposed else tensor
-            return whole.forward_face()
+            as_multiplied = tensor.transpose(-2, -1) if tensor.is_transposed else tensor
+            return as_multiplied.forward_face()
         self.order_amaxes()
         part = self.part(tensor.source, tensor.state)._replace(record=False)
         (row, _), first = part.faces(rowwise=True, columnwise=False)
