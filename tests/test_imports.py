@@ -89,6 +89,13 @@ def test_imports_point_one_way(module):
             assert place_in_subclasses(target) < place_in_subclasses(parts), f"{module} imports {name}"
 
 
+def test_the_design_lists_packages_in_this_order():
+    text = (PACKAGE.parent / "docs" / "design.md").read_text()
+    listed = re.findall(r"`(\w+)`", text.split("packages to its left:")[1].split("`tests/")[0])
+    assert listed == [layer for layer in LAYERS if layer in listed]
+    assert {path.parts[1] for path in MODULES if len(path.parts) > 2} <= set(listed)
+
+
 @of_every_module
 def test_own_imports_are_at_the_top_except_kernels(module):
     for name, nested in imports((PACKAGE.parent / module).with_suffix(".py")):
