@@ -369,7 +369,7 @@ def test_a_face_that_others_will_not_ask_for_goes_with_backward(monkeypatch):
     loss = used.sum()
     loss.backward()
     face = weakref.ref(faces.pop().qdata)
-    assert other.grad_fn.products.input._sharing.readers == 2
+    assert other.grad_fn.products.input._sharing.layers == 2
     assert face() is None
 
 

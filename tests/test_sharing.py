@@ -445,14 +445,14 @@ def test_nothing_outlives_the_input_or_the_forward():
     model.requires_grad_(False)  # so that results do not hold on to the face
     with within(model) as (layer, *_):
         layer(x)
-        face = weakref.ref(sharing._thread.scope.reading.faces[0].qdata)
+        face = weakref.ref(sharing._thread.scope.cast.faces[0].qdata)
         assert face() is not None
         del x
         gc.collect()
         assert face() is None
         kept = recorded(torch.randn(64, SIZE, dtype=torch.bfloat16))
         layer(kept)
-        face = weakref.ref(sharing._thread.scope.reading.faces[0].qdata)
+        face = weakref.ref(sharing._thread.scope.cast.faces[0].qdata)
     gc.collect()
     assert face() is None
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from hybridtensor.linear.operands import QUANTIZED, Needs, Operand, Weight, as_matrix
-from hybridtensor.linear.sharing import Reading, reading
+from hybridtensor.linear.sharing import SharedCast, shared_cast
 from hybridtensor.ops import Face, after
 from hybridtensor.ops.amaxes import AmaxRecord, RecordedAmax
 from hybridtensor.ops.library import is_traced, saved_tensors_hooks
@@ -68,7 +68,7 @@ class SavedInput(Operand):
         x, self._x, self._row = self._x, None, None
         if x is None:
             return []
-        self._sharing.readers += 1
+        self._sharing.layers += 1
         if self._recomputed:
             prefer_recompute(x)
         return [x]
@@ -103,7 +103,7 @@ class ShardedInput(Operand):
         self._config, self._dtype, self._context = config, dtype, context
 
     def save(self) -> list[Tensor]:
-        self._sharing.readers += 1
+        self._sharing.layers += 1
         return super().save()
 
     def begin(self, saved: list[Tensor], grad: Tensor) -> None:
@@ -159,45 +159,46 @@ def input_operand(
     columnwise = needs.weight and not saved
     how = (config.input, columnwise, dtype)
     if config.input.repeatable:
-        read = reading(cast_from, weight.record, how, context)
+        shared = shared_cast(cast_from, weight.record, how, context)
     elif config.input.stochastic:  # each layer has random numbers of its own
-        read = Reading()
+        shared = SharedCast()
     else:
-        read = _reading_by_state(cast_from, weight, how, context)
-    if read.faces is None:
-        at_once = measured_in_backward(context, config.input) if saved else context
-        if read.amax_record is not None and at_once.state is not None:
-            at_once = at_once._replace(state=at_once.state._replace(amax=read.amax_record))
-        read.faces = config.input.faces(
-            input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype, context=at_once
+        shared = _shared_by_scales(cast_from, weight, how, context)
+    if shared.faces is None:
+        of_forward = measured_in_backward(context, config.input) if saved else context
+        if shared.amax_record is not None and of_forward.state is not None:
+            state = of_forward.state._replace(amax=shared.amax_record)
+            of_forward = of_forward._replace(state=state)
+        shared.faces = config.input.faces(
+            input.detach(), rowwise=True, columnwise=columnwise, dtype=dtype, context=of_forward
         )
-    row, column = read.faces
+    row, column = shared.faces
     if saved:
-        sharing = read.columnwise = read.columnwise or SharedFace()
-        return SavedInput(row, input, config, dtype, context, sharing, free, read.amax_record)
-    return Operand(row, column, read.amax_record)
+        sharing = shared.columnwise = shared.columnwise or SharedFace()
+        return SavedInput(row, input, config, dtype, context, sharing, free, shared.amax_record)
+    return Operand(row, column, shared.amax_record)
 
 
-def _reading_by_state(
+def _shared_by_scales(
     input: Tensor, weight: Weight, how: tuple[object, ...], context: Context
-) -> Reading:
-    """Return the shared cast of an input with delayed scales, or a new one; its amaxes are committed by each
-    sibling."""
+) -> SharedCast:
+    """Return the cast that layers with equal delayed scales share of an input, or a new one; each layer commits its
+    amaxes."""
     state, layer = context.state, weight.record.layer
     if state is None or not isinstance(layer, LayerState) or context.groups is not None:
-        return Reading()
+        return SharedCast()
     record = state.step_amax if context.record else None
     if record is not None and not isinstance(record, AmaxRecord):
-        return Reading()  # a graph
+        return SharedCast()  # a graph
     lineage = layer.lineage
     if lineage is None:
-        read = Reading()
+        shared = SharedCast()
     else:
         how = *how, lineage, state.slots, record is None
-        read = reading(input, weight.record, how, context)
-    if read.faces is None and record is not None and state.encode_scale is not None:
-        read.amax_record = record.provisional()
-    return read
+        shared = shared_cast(input, weight.record, how, context)
+    if shared.faces is None and record is not None and state.encode_scale is not None:
+        shared.amax_record = record.provisional()
+    return shared
 
 
 def _backward_has(input: Tensor, x: Tensor, config: HybridConfig, context: Context) -> bool:

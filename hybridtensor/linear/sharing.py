@@ -29,8 +29,14 @@ _PARENTS = "_hybridtensor_shares"  # names of a module by which its layers know 
 _KEY: Any = "hybridtensor"  # of hooks, among the numbers of other hooks
 
 
-class Reading:
-    """What sibling layers share of one input: its faces, the columnwise one if backward makes it, recorded amaxes."""
+class SharedCast:
+    """The cast of one input, which sibling layers share.
+
+    Attributes:
+        faces: What the first of the layers quantized; None before.
+        amax_record: Where the cast recorded amaxes; None if it recorded none, or in the record of the layer's forward.
+        columnwise: The columnwise face, if backward quantizes it from the saved input.
+    """
 
     faces: Faces | None = None
     amax_record: Tensor | None = None
@@ -46,22 +52,21 @@ class _Scope:
         outer: The forward that it runs in, or None.
         input: The last input that was quantized, or the tensor that it is a view of, weakly.
         key: Everything else that its faces depend on.
-        reading: What is shared of it.
-        readers: Records of the weights that it was quantized for.
+        cast: Its cast.
+        weights: Records of the weights that it is multiplied by.
     """
 
-    __slots__ = ("__weakref__", "input", "key", "module", "outer", "parents", "readers", "reading")
+    __slots__ = ("__weakref__", "cast", "input", "key", "module", "outer", "parents", "weights")
 
     def __init__(self, module: nn.Module, parents: tuple[str, ...], outer: _Scope | None) -> None:
         self.module, self.parents, self.outer = weakref.ref(module), parents, outer
         self.input: weakref.ref[Tensor] | None = None
         self.key: tuple[object, ...] = ()
-        self.reading = Reading()
-        self.readers: list[WeightRecord] = []
+        self.cast = SharedCast()
+        self.weights: list[WeightRecord] = []
 
-    def read(self, input: Tensor, record: WeightRecord, how: tuple[object, ...]) -> Reading:
-        """Return the ``Reading`` of an input in this forward, or a new one; views of the same elements are the same
-        input."""
+    def cast_of(self, input: Tensor, weight: WeightRecord, how: tuple[object, ...]) -> SharedCast:
+        """Return the cast of an input in this forward, or a new one; views of the same elements are the same input."""
         # DTensors give each layer another view of the same elements.
         stream = stream_of(input)  # another one does not wait for the cast
         memory = input.untyped_storage()._cdata  # ``input.data = other`` has no version of its own
@@ -69,15 +74,15 @@ class _Scope:
         owner = _owner(input)
         known = self.input is not None and self.input() is owner and self.key == key
         # A layer that reads a second time gets a new cast, as its input may have been written in between unseen.
-        if known and all(record is not reader for reader in self.readers):
-            self.readers.append(record)
+        if known and all(weight is not other for other in self.weights):
+            self.weights.append(weight)
         else:
-            self.key, self.readers, self.reading = key, [record], Reading()
+            self.key, self.weights, self.cast = key, [weight], SharedCast()
             self.input = _until_death(owner, self)
-        return self.reading
+        return self.cast
 
     def clear(self) -> None:
-        self.input, self.reading, self.readers = None, Reading(), []
+        self.input, self.cast, self.weights = None, SharedCast(), []
 
 
 def _place(input: Tensor) -> tuple[object, ...]:
@@ -177,26 +182,26 @@ def _leave(module: nn.Module, args: object, output: object) -> None:
         _thread.scope = scope.outer
 
 
-def reading(
+def shared_cast(
     input: Tensor,
-    record: WeightRecord,
+    weight: WeightRecord,
     how: tuple[object, ...],
     context: Context,
-) -> Reading:
-    """Return the ``Reading`` that a layer shares with others of the same input, or a new one; ``how`` is compared by
-    ``==``."""
+) -> SharedCast:
+    """Return the cast that a layer shares with others of the same input, or a new one; they share it if all that the
+    faces depend on, ``how``, is equal."""
     if not context.direct and is_traced():
         return _of_graph(input, (*how, *_mark(context.groups)))
-    scope, layer = _thread.scope, record.layer
+    scope, layer = _thread.scope, weight.layer
     # Outside of what autograd records, an input may be written where nothing counts.
     if scope is None or not _enabled or input.grad_fn is None:
-        return Reading()
+        return SharedCast()
     if not context.direct and dispatch_modes():
-        return Reading()
+        return SharedCast()
     if not isinstance(layer, LayerState) or layer.parent not in scope.parents:
-        return Reading()
+        return SharedCast()
     # Here: offsets that inference mode made have no version.
-    return scope.read(input, record, (*how, *_mark(context.groups)))
+    return scope.cast_of(input, weight, (*how, *_mark(context.groups)))
 
 
 def _mark(groups: Groups | None) -> tuple[object, ...]:
@@ -206,20 +211,20 @@ def _mark(groups: Groups | None) -> tuple[object, ...]:
     return groups.num_groups, groups.step, id(groups.ends), groups.ends._version
 
 
-def _of_graph(input: Tensor, how: tuple[object, ...]) -> Reading:
-    """Return the ``Reading`` of an input that layers share in the graph that is traced."""
+def _of_graph(input: Tensor, how: tuple[object, ...]) -> SharedCast:
+    """Return the cast of an input that layers share in the graph that is traced."""
     # A compiler takes equal casts for one only where it cuts a graph into forward and backward, and not those that wait
     # for different gradients.
     # Dynamo runs this on example tensors before a graph exists, and would keep them alive.
     owner = _owner(input)
     node = node_of(owner)
     if node is None:
-        return Reading()
+        return SharedCast()
     place = str(_place(input))  # comparing extents that are not known would guard them
     key = (node, place, *how)  # versions do not count every write of a graph
-    known: tuple[object, Reading] | None = _of_graphs.get(owner)
+    known: tuple[object, SharedCast] | None = _of_graphs.get(owner)
     if known is None or known[0] != key:
-        known = _of_graphs[owner] = key, Reading()
+        known = _of_graphs[owner] = key, SharedCast()
     return known[1]
 
 

@@ -19,12 +19,19 @@ from hybridtensor.subclasses.wrapper import Size, Stride, WrapperTensor
 
 
 class SharedFace:
-    """The columnwise face of an input, made by the first of its layers that needs it in backward."""
+    """The columnwise face of an input, made in backward by the first layer that needs it, for all of them.
 
-    __slots__ = ("face", "parts", "readers", "waiting")
+    Attributes:
+        layers: How many layers' forwards saved the input.
+        remaining: How many of their backwards have not taken the face yet.
+        parts: Parts of all ranks that are being gathered, or None.
+        face: The face, from the first of the backwards to the last.
+    """
+
+    __slots__ = ("face", "layers", "parts", "remaining")
 
     def __init__(self) -> None:
-        self.readers = self.waiting = 0
+        self.layers = self.remaining = 0
         self.parts: list[Tensor] | None = None
         self.face: Face | None = None
 
@@ -32,13 +39,13 @@ class SharedFace:
         """Return the face; it is released with the last layer, or at the end of backward."""
         face = self.face
         if face is None:
-            face, self.parts, self.waiting = make(), None, self.readers
+            face, self.parts, self.remaining = make(), None, self.layers
             self.face = face
             # A layer whose gradients nobody asked for never takes the face: the end of backward releases it then.
-            if self.readers > 1 and backward_that_runs() != -1:
+            if self.layers > 1 and backward_that_runs() != -1:
                 _call_after_backward(self._clear)
-        self.waiting -= 1
-        if self.waiting <= 0:
+        self.remaining -= 1
+        if self.remaining <= 0:
             self._clear()
         return face
 
