@@ -37,13 +37,19 @@ from hybridtensor.linear.products import (
     plain_part,
     with_shape,
 )
+from hybridtensor.linear.refusals import (
+    quantizes,
+    refuse_other_layout,
+    require_high_precision,
+    require_no_gradient,
+    require_one_derivative,
+)
 from hybridtensor.linear.two_parts import requested_gradients
 from hybridtensor.linear.weight_operands import weight_operand
 from hybridtensor.ops import Groups
 from hybridtensor.ops.amaxes import ReturnedAmaxes
 from hybridtensor.ops.autograd import Ctx, Function
 from hybridtensor.ops.library import (
-    backward_that_runs,
     is_batched,
     is_exporting,
     is_traced,
@@ -53,7 +59,7 @@ from hybridtensor.ops.library import (
 from hybridtensor.ops.order import in_backward, node_of, require_node
 from hybridtensor.quantizers import tokens
 from hybridtensor.recipes.config import HybridConfig
-from hybridtensor.state import Context, LayerState, StateTensors, layer_of
+from hybridtensor.state import Context, LayerState, layer_of
 from hybridtensor.subclasses import HybridTensor
 from hybridtensor.subclasses.observing import (
     may_hold_values,
@@ -70,7 +76,17 @@ _NO_GRADIENTS = Needs(False, False, False)
 
 
 class _Call(NamedTuple):
-    """The non-differentiable arguments of one call."""
+    """The non-differentiable arguments of one call.
+
+    Attributes:
+        config: The recipe.
+        needs: Which gradients backward will be asked for.
+        dtype: Dtype of the computation: the weight's, or autocast's.
+        context: The input's context, with what holds of the whole call: the layer's state, ``record``, ``direct``.
+        of_weight: The weight's context.
+        cast_from: The input before autocast cast it, by which sibling layers share its cast.
+        operand: The input's faces, if another function made them.
+    """
 
     config: HybridConfig
     needs: Needs
@@ -145,8 +161,7 @@ def quantized_linear(
             f"linear: bfloat16, float16 or float32 is required, got the weight of {layer_of(weight.record.layer)} in "
             f"{weight.dtype}; cast the model"
         )
-    # Sibling layers share a cast by this tensor: under autocast each layer gets a copy of its own below.
-    cast_from = input
+    cast_from = input  # under autocast each layer gets a copy of its own below
     if input.dtype != dtype and not isinstance(input, QUANTIZED):
         input = input.to(dtype)  # the weight is not cast: one rounding, when it is quantized
     bias = None if bias is None else bias.to(dtype)
@@ -154,12 +169,12 @@ def quantized_linear(
     exported = not direct and is_exporting()
     grad = torch.is_grad_enabled() and not exported
     if not grad and weight.dim() == 2:
-        _require_no_gradient(weight)
+        require_no_gradient(weight)
     of_bias = bias is not None and bias.requires_grad
     needs = Needs(input.requires_grad, weight.requires_grad, of_bias) if grad else _NO_GRADIENTS
     of_weight = weight.context
     state = of_weight.state
-    if grad and state is not None and state.step_amax is not None:
+    if grad and state is not None and state.step_record is not None:
         before = input.record.amaxes if isinstance(input, HybridTensor) else None
         of_graph = isinstance(before, ReturnedAmaxes)
         # Provisional amaxes of this forward: if a backward follows, only that commits them.
@@ -180,18 +195,6 @@ def quantized_linear(
         out = committed_alone(out, x, w, context) if grad else out
         return without_gradient(out, cast_from, weight, bias) if exported else out
     return _Linear.apply(bias, input, weight, call)  # type: ignore[no-any-return]
-
-
-def _require_no_gradient(weight: Weight) -> None:
-    """Raise NotImplementedError for ``grad @ weight`` in the backward of another autograd function, which computes
-    ``grad_weight`` unquantized."""
-    if is_traced() or backward_that_runs() == -1:  # no backward runs
-        return
-    if uses_other_layout(weight):
-        raise NotImplementedError(
-            f"linear: the backward of an autograd function multiplies by the weight of {layer_of(weight.state)} "
-            "itself, where its gradient would not be quantized; call F.linear, whose three products are"
-        )
 
 
 def require_plain_autograd(input: object = None) -> None:
@@ -284,9 +287,10 @@ class _Linear(Function):
 
 
 def _backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    products, state = ctx.products, ctx.products.context.state
     if torch.is_grad_enabled():
-        _require_one_derivative(ctx, grad_output)
-    saved, products = list(ctx.saved_tensors), ctx.products
+        require_one_derivative(ctx.needs_input_grad, grad_output, state)
+    saved = list(ctx.saved_tensors)
     for tensor, node in zip(saved, ctx.nodes, strict=False):
         require_node(tensor, node)
     amaxes = [saved.pop() for _ in range(ctx.num_amaxes)] if ctx.num_amaxes else []
@@ -296,10 +300,10 @@ def _backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     grad = grad_output if is_quantized else tokens(grad_output)
     direct = runs_directly(plain_part(grad) if is_quantized else grad)
     if not direct and is_batched(grad_output):
-        _require_high_precision(ctx.products)
+        require_high_precision(products.config, state)
     asked, traced = products.needs, not direct and is_traced()
     if not traced:
-        asked = requested_gradients(ctx, asked, products.context.state)
+        asked = requested_gradients(ctx, asked, state)
     stays = in_backward() if traced else _NOTHING  # FSDP2 gathers faces after a graph's forward
     with torch._C.DisableTorchFunctionSubclass(), stays:  # attributes would pass through
         gradients = products.gradients(grad, saved, amaxes, asked, direct)
@@ -313,35 +317,6 @@ def _backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _in_eager_code = outside_graphs("the forward of a layer ran in eager code")(_backward)
-
-
-def _require_one_derivative(ctx: _Ctx, grad_output: Tensor) -> None:
-    """Raise NotImplementedError under ``create_graph=True`` if gradients depend on tensors that require a gradient."""
-    # Here, not in a second backward: torch's ``once_differentiable`` only looks at ``grad_output``, and its error node
-    # is not reached by ``torch.autograd.grad`` of the other operands, which would return zeros.
-    _, of_input, of_weight, _ = ctx.needs_input_grad
-    if grad_output.requires_grad or (of_input and of_weight):
-        raise NotImplementedError(
-            f"linear: create_graph=True differentiates gradients of {layer_of(ctx.products.context.state)} again, "
-            "whose quantized products have no second derivative; call plain_ on a copy of the model"
-        )
-
-
-def _require_high_precision(products: Backward) -> None:
-    """Raise NotImplementedError unless a layer multiplies high precision, of which torch computes several gradients at
-    once."""
-    if _quantizes(products.config):
-        raise NotImplementedError(
-            f"linear: is_grads_batched=True or vmap computes several gradients of {layer_of(products.context.state)} "
-            "at once, for which quantized products have no rule; call torch.autograd.grad once for each"
-        )
-
-
-def _quantizes(config: HybridConfig) -> bool:
-    """Return whether an operand of a recipe is not in high precision."""
-    quantizers = config.input, config.weight, config.grad_output
-    formats = [fmt for q in quantizers for fmt in (q.rowwise_format, q.columnwise_format)]
-    return not all(fmt.is_identity for fmt in formats)
 
 
 def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype | None) -> None:
@@ -360,7 +335,7 @@ def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtyp
         )
     state = weight.record.layer
     if state is not None and state.transposed is not None and uses_other_layout(weight):
-        _refuse_other_layout(state)
+        refuse_other_layout(state)
     if bias is not None and (
         not isinstance(bias, Tensor) or bias.dim() != 1 or bias.shape != weight.shape[:1]
     ):
@@ -372,7 +347,7 @@ def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtyp
     for name, operand in (("input", input), ("bias", bias)):
         if operand is None:
             continue
-        if isinstance(operand, DTensor) and _quantizes(weight.config or weight.recipe):
+        if isinstance(operand, DTensor) and quantizes(weight.config or weight.recipe):
             raise TypeError(
                 f"linear: the {name} is a DTensor, and the weight of {layer_of(state)} is none; call "
                 f"parallelize_module for the layer, or pass {name}.to_local()"
@@ -387,13 +362,3 @@ def _check(input: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtyp
                 f"linear: operands on one device are required, got {name} on {operand.device} and a weight on "
                 f"{weight.device}; move them, or train by DistributedDataParallel in place of nn.DataParallel"
             )
-
-
-def _refuse_other_layout(state: LayerState | StateTensors) -> None:
-    """Raise ValueError for a weight that is multiplied in another layout than ``quantize_`` recorded."""
-    stored, product = ("[in, out]", "x @ weight") if state.transposed else ("[out, in]", "F.linear")
-    raise ValueError(
-        f"linear: the weight of {layer_of(state)} is stored {stored}, which {product} multiplies, and "
-        "was used in the other layout; have the module's is_transposed say how it is stored, or leave it "
-        "out of quantize_ (keep_bf16)"
-    )

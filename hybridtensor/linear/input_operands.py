@@ -187,7 +187,7 @@ def _shared_by_scales(
     state, layer = context.state, weight.record.layer
     if state is None or not isinstance(layer, LayerState) or context.groups is not None:
         return SharedCast()
-    record = state.step_amax if context.record else None
+    record = state.step_record if context.record else None
     if record is not None and not isinstance(record, AmaxRecord):
         return SharedCast()  # a graph
     lineage = layer.lineage

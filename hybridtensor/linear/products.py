@@ -217,7 +217,7 @@ class Backward(NamedTuple):
         if isinstance(state.amax, ReturnedAmaxes):
             return commit_in_graph(state, amaxes, self.weight, plain_part(grad))
         if isinstance(self.layer, LayerState):
-            self.layer.mark_backward(recorded=state.step_amax is not None)
+            self.layer.mark_backward(recorded=state.step_record is not None)
         return None
 
     def _require_same_draws(self) -> None:
@@ -243,7 +243,7 @@ class Backward(NamedTuple):
         """Commit the amaxes of forward and backward; in a graph the gradients depend on ``done``, so that the commit is
         not dropped."""
         state = self.context.state
-        if state is not None and state.step_amax is not None:
+        if state is not None and state.step_record is not None:
             state.commit(self.weight.amax_record, self.input.amax_record)
         if done is None:
             return gradients
@@ -264,20 +264,20 @@ def commit_in_graph(
 ) -> Tensor | None:
     """Commit the ``amaxes`` of a forward in a graph, once ``before`` is computed; return a tensor that later results
     must depend on, or None in eager code."""
-    if not (isinstance(state.amax, ReturnedAmaxes) and isinstance(state.step_amax, Tensor)):
+    if not (isinstance(state.amax, ReturnedAmaxes) and isinstance(state.step_record, Tensor)):
         return None
     # It also says that the layer was used: if a gather recorded the weight's amax, it counts.
     is_gathered = weight.is_given and any(s.startswith("weight") for s in state.slots)
     if not amaxes and not is_gathered:
         return None
-    return commit(state.step_amax, list(amaxes), before, len(state.slots))
+    return commit(state.step_record, list(amaxes), before, len(state.slots))
 
 
 def committed_alone(out: Tensor, input: Operand, weight: Operand, context: Context) -> Tensor:
     """Commit the amaxes of a forward that no backward follows, as of frozen layers before all that is trained, and
     return its output."""
     state = context.state
-    if state is None or state.step_amax is None:
+    if state is None or state.step_record is None:
         return out
     state.commit(weight.amax_record, input.amax_record, alone=True)
     done = commit_in_graph(state, graph_amaxes(state), weight, out)

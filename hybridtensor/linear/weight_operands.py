@@ -239,21 +239,31 @@ def weight_operand(
 
         context = ht.Context("input", weight.state)
         right = ht.linear.weight_operand(weight, needs, x.dtype, context, weight.context)
+
+    Args:
+        weight: The weight.
+        needs: Which gradients backward will be asked for.
+        dtype: Dtype of the computation.
+        context: The input's, of which the state, ``record`` and ``direct`` hold for the call.
+        of_weight: ``weight.context``.
     """
     if isinstance(weight, MasterWeight):
         state = context.state
         traced = not context.direct and is_traced()
         if traced and weight.config.keep_faces != "always":
             return TracedMaster(weight, needs, dtype, state, context.record)
-        amax, record = None, None
+        recording = None
         if state is not None and context.record and _is_delayed(state.slots):
-            amax, record = state.amax, state.step_amax
+            recording = state
         if traced:
+            amax = None if recording is None else recording.amax
             return Operand(
                 *weight.faces(rowwise=True, columnwise=needs.input, dtype=dtype, amax_record=amax)
             )
-        record = record if isinstance(record, AmaxRecord) else None
-        return MasterOperand(weight, needs, dtype, record, of_weight)
+        record = None if recording is None else recording.step_record
+        return MasterOperand(
+            weight, needs, dtype, record if isinstance(record, AmaxRecord) else None, of_weight
+        )
     gathered, quantizer = weight.is_gathered, weight.recipe.weight
     if uses_other_layout(weight):
         _require_faces_alike(weight)

@@ -48,8 +48,9 @@ class StateTensors(NamedTuple):
     Attributes:
         rounding: int64 ``[2]``, the layer's key and the step; None where nothing rounds at random.
         encode_scale: fp32 ``[S]``, what values are multiplied with before a delayed cast; None without delayed scaling.
-        amax: Where casts record amaxes, fp32 ``[S]``: that of the step, or of one forward and its backward; in a
-            graph the address of a record, or ``ReturnedAmaxes``; None where nothing is recorded.
+        amax: Where casts record amaxes, fp32 ``[S]``: what the step has in total, or what one forward and its backward
+            have until they are committed; in a graph the address of a record, or ``ReturnedAmaxes``; None where
+            nothing is recorded.
         slots: Names of the delayed scales.
         rank: Index of this rank's part of a batch; 0 where nothing rounds at random.
         name: Fully qualified name of the layer, for errors.
@@ -57,7 +58,7 @@ class StateTensors(NamedTuple):
         common_amax: fp32 ``[1]``, what the weight is scaled by instead of its own amax, where several
             layers' weights have a common scale; or None.
         transposed: Whether the weight is stored ``[in, out]``, or each matrix of a stack; None for ``nn.Linear``.
-        step_amax: The record of the step's amaxes; in a graph its address, int64 ``[1]``.
+        step_record: Where a backward commits amaxes; in a graph its address, int64 ``[1]``.
         traced: The layer that a graph is being traced for; None outside of graphs.
     """
 
@@ -70,23 +71,23 @@ class StateTensors(NamedTuple):
     hints: dict[str, Hint] | None = None
     common_amax: Tensor | None = None
     transposed: bool | None = None
-    step_amax: AmaxRecord | Tensor | None = None
+    step_record: AmaxRecord | Tensor | None = None
     traced: Traced | None = None
 
     def provisional(self) -> StateTensors:
         """Return a copy for one forward, whose amaxes ``commit`` records in its backward."""
-        if self.step_amax is None:
+        if self.step_record is None:
             return self
-        if isinstance(self.step_amax, Tensor):
+        if isinstance(self.step_record, Tensor):
             return self._replace(amax=ReturnedAmaxes(len(self.slots)))
         if is_dry_run():
-            return self._replace(amax=None, step_amax=None)
-        return self._replace(amax=self.step_amax.provisional())
+            return self._replace(amax=None, step_record=None)
+        return self._replace(amax=self.step_record.provisional())
 
     def in_backward(self) -> StateTensors:
         """Return a copy for backward: in a graph its amaxes are recorded at once."""
-        if isinstance(self.amax, ReturnedAmaxes) and isinstance(self.step_amax, Tensor):
-            return self._replace(amax=self.step_amax)
+        if isinstance(self.amax, ReturnedAmaxes) and isinstance(self.step_record, Tensor):
+            return self._replace(amax=self.step_record)
         return self
 
     def commit(
@@ -98,7 +99,7 @@ class StateTensors(NamedTuple):
     ) -> None:
         """Commit the amaxes of a forward and its backward, or of a forward ``alone``, fp32 ``[S]``, unless a graph
         records them itself."""
-        record = self.step_amax
+        record = self.step_record
         if isinstance(record, AmaxRecord):
             found = self.amax, of_weight, of_input
             of_input = of_input if isinstance(of_input, Tensor) else None

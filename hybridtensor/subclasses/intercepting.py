@@ -275,7 +275,7 @@ class InterceptingTensor(WrapperTensor):
                 rank,
                 common_amax=common,
                 transposed=transposed,
-                step_amax=address,
+                step_record=address,
                 traced=traced,
             )
 
@@ -293,7 +293,7 @@ class InterceptingTensor(WrapperTensor):
         layer = self.record.layer
         if isinstance(layer, LayerState):
             return layer.amax_address
-        address = None if layer is None else layer.step_amax
+        address = None if layer is None else layer.step_record
         return address if isinstance(address, Tensor) else None
 
     @property
