@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 import hybridtensor as ht
 from hybridtensor import Context, DelayedFloat8Quantizer, HybridConfig, HybridQuantizer, LayerState
 from hybridtensor.state import update
-from hybridtensor.state.update import Slots, update_reference
+from hybridtensor.state.update import LayerScales, Slots, update_reference
 from hybridtensor.testing import random_tensor
 
 FP32_MAX = np.finfo(np.float32).max
@@ -126,7 +126,7 @@ def test_the_kernel_updates_as_the_reference_does(device, reduced):
         for state, other, part in zip(layers, expected, parts, strict=True):
             other.amax.copy_(part)
             state.amax.copy_(part if not reduced else torch.full_like(part, 7.0))
-            update_reference([other], part[None], other.rules)
+            update_reference([LayerScales.of(other)], part[None], other.rules)
         with np.errstate(over="ignore"):  # the interpreter divides with numpy
             slots.update(amaxes if reduced else None)
         for state, other in zip(layers, expected, strict=True):
@@ -139,7 +139,7 @@ def test_tables_of_cuda_graphs_stay(device, monkeypatch):
     """A replay reads the table of addresses again; a full cache frees the others."""
 
     def slots_of(states):
-        return update._slots_of(states, update._written(states))
+        return update._slots_of(states, [tensor for state in states for tensor in LayerScales.of(state)])
 
     monkeypatch.setattr(update, "_KNOWN", type(update._KNOWN)(2))
     captured, *others = [several_layers(device) for _ in range(6)]

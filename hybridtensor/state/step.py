@@ -246,8 +246,10 @@ def _update_scales(model: nn.Module, states: list[LayerState], ranks: TrainingRa
     fold_amaxes(states)
     groups = _groups(model, states, ranks)
     compared = [_check_same_scales(model, states, group) for group in groups]
-    for device in dict.fromkeys(required(state.encode_scale).device for state in states):
-        of_device = [state for state in states if required(state.encode_scale).device == device]
+    by_device = dict[torch.device, list[LayerState]]()
+    for state in states:
+        by_device.setdefault(required(state.encode_scale).device, []).append(state)
+    for of_device in by_device.values():
         _update_on_device(model, of_device, groups, lineages)
     if any(compared) and not is_captured():
         find_siblings(states)

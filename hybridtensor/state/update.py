@@ -7,6 +7,8 @@ Source: TransformerEngine, common/recipe/delayed_scaling.cu.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -20,29 +22,49 @@ from hybridtensor.state.rules import DelayedRule, required
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
+class LayerScales(NamedTuple):
+    """The tensors of one layer's delayed scales, all of which an update writes.
+
+    Attributes:
+        amax: fp32 ``[S]``, the amaxes of the step.
+        encode_scale: fp32 ``[S]``.
+        history: fp32 ``[S, L]``, amaxes of former steps.
+    """
+
+    amax: Tensor
+    encode_scale: Tensor
+    history: Tensor
+
+    @classmethod
+    def of(cls, state: LayerState) -> LayerScales:
+        """Return the tensors of a layer; raise ValueError if it has no delayed scales."""
+        return cls(required(state.amax), required(state.encode_scale), required(state.amax_history))
+
+
 def update_scales(states: list[LayerState], reduced: Tensor | None) -> None:
     """Update the delayed scales of layers on one device without host copies; ``reduced`` are their amaxes over all
     ranks."""
-    written = _written(states)
+    scales = [LayerScales.of(state) for state in states]
+    written = [tensor for of_layer in scales for tensor in of_layer]
     slots = _slots_of(states, written) if _kernel_runs_on(written) else None
     if slots is not None:
         slots.update(reduced)
         increment_version(written)  # kernels write where autograd does not look
         return
-    last = torch.cat([required(state.amax) for state in states]) if reduced is None else reduced
+    last = torch.cat([of_layer.amax for of_layer in scales]) if reduced is None else reduced
     by_layer = last.split([len(state.slots) for state in states])
     for rules in dict.fromkeys(state.rules for state in states):
         chosen = [i for i, state in enumerate(states) if state.rules == rules]
         amaxes = torch.stack([by_layer[i] for i in chosen])
-        update_reference([states[i] for i in chosen], amaxes, rules)
+        update_reference([scales[i] for i in chosen], amaxes, rules)
 
 
 def update_reference(
-    states: list[LayerState], last: Tensor, rules: tuple[DelayedRule, ...]
+    scales: list[LayerScales], last: Tensor, rules: tuple[DelayedRule, ...]
 ) -> None:
     """Reference update of ``N`` layers with the same rules, by torch operations; ``last`` is fp32 ``[N, S]``."""
-    history = torch.stack([required(state.amax_history) for state in states])  # [N, S, L]
-    current = torch.stack([required(state.encode_scale) for state in states])
+    amaxes, encode_scales, histories = (list(tensors) for tensors in zip(*scales, strict=True))
+    history, current = torch.stack(histories), torch.stack(encode_scales)  # [N, S, L], [N, S]
     target = _constants([rule.target for rule in rules], last)
     rolled = torch.cat([history[:, :, 1:], last[:, :, None]], dim=2)
     amax = _counting([rule.algorithm == "most_recent" for rule in rules], last, rolled.amax(dim=2))
@@ -54,9 +76,9 @@ def update_reference(
     for slot, rule in enumerate(rules):
         rolled[:, slot, : history.shape[2] - rule.history_length + 1].zero_()
     updated = torch.where(seen[:, :, None], rolled, history)
-    torch._foreach_copy_([required(state.amax_history) for state in states], list(updated.unbind()))
-    torch._foreach_copy_([required(state.encode_scale) for state in states], list(factor.unbind()))
-    torch._foreach_zero_([required(state.amax) for state in states])
+    torch._foreach_copy_(histories, list(updated.unbind()))
+    torch._foreach_copy_(encode_scales, list(factor.unbind()))
+    torch._foreach_zero_(amaxes)
 
 
 def _counting(most_recent: list[bool], last: Tensor, largest: Tensor) -> Tensor:
@@ -84,12 +106,11 @@ class Slots:
         self._device = required(states[0].amax).device
         rows, targets, entries = [], [], 1
         for state in states:
-            amax, history = required(state.amax), required(state.amax_history)
-            tensors = amax, required(state.encode_scale), history
-            length = history.shape[1]
+            scales = LayerScales.of(state)
+            length = scales.history.shape[1]
             entries = max(entries, length)
             for slot, rule in enumerate(state.rules):
-                addresses = [tensor[slot].data_ptr() for tensor in tensors]
+                addresses = [tensor[slot].data_ptr() for tensor in scales]
                 newest = rule.algorithm == "most_recent"
                 rows.append([*addresses, length, rule.history_length, int(newest)])
                 targets.append(rule.target)
@@ -113,12 +134,6 @@ class Slots:
 _KNOWN: LaunchTables[Slots] = LaunchTables(most=256)
 
 
-def _written(states: list[LayerState]) -> list[Tensor]:
-    """Return the tensors that an update writes: amaxes, scales and history of each layer."""
-    written = [(s.amax, s.encode_scale, s.amax_history) for s in states]
-    return [required(tensor) for of_layer in written for tensor in of_layer]
-
-
 def _kernel_runs_on(tensors: list[Tensor]) -> bool:
     return (
         tensors[0].is_cuda and runs_directly(tensors[0]) and all(t.is_contiguous() for t in tensors)
@@ -128,7 +143,7 @@ def _kernel_runs_on(tensors: list[Tensor]) -> bool:
 def _slots_of(states: list[LayerState], written: list[Tensor]) -> Slots | None:
     """Return the kernel's table of scales; None if it is missing while a CUDA graph is captured."""
     addresses = [tensor.data_ptr() for tensor in written]
-    key = (required(states[0].amax).device, *addresses, *(state.rules for state in states))
+    key = (written[0].device, *addresses, *(state.rules for state in states))
     slots = _KNOWN.get(key)
     if slots is None and not is_captured():
         # For these addresses, which stay from step to step. One launch for all layers, in place of fifteen.
