@@ -100,6 +100,21 @@ def test_persistent_weights(spec):
     alike()
 
 
+def test_a_step_rounds_no_weight_that_it_does_not_quantize(monkeypatch):
+    """Its rounded values are memory of their own, so that it is quantized where it is used."""
+    model = ht.quantize_(nn.Sequential(*(nn.Linear(32, 32) for _ in range(2))), "fp8+bf16_weight_values")
+    weights = [layer.weight for layer in model]
+    assert all(weight.is_rounded_first and weight.source is not weight.plain for weight in weights)
+    rounded = ht.quantize_(nn.Linear(32, 32, dtype=torch.bfloat16), "fp8+bf16_weight_values").weight
+    assert not rounded.is_rounded_first
+    assert rounded.source is rounded.plain
+    model(random_tensor(8, 32, dtype=torch.float32)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    monkeypatch.setattr(type(weights[0]), "source", property(lambda weight: pytest.fail("rounded")))
+    ht.step_(model)
+
+
 def test_experts():
     model, twin = twins(Experts, "mxfp8")
     x = random_tensor(160, 64, dtype=torch.float32)

@@ -1,9 +1,8 @@
 """Buckets of weights: neighbours in a model that two launches quantize, in place of two launches for each.
 
 The first of a bucket that is used after an optimizer step makes the rowwise faces of all, or ``step_`` does; the first
-backward makes the columnwise faces of all whose forward is over. A weight takes part if a forward outside of graphs of
-torch.compile used it
-after the write before; what it gets has the bits that it would make by itself.
+backward makes the columnwise faces of all whose forward is over. A weight takes part if a forward outside of graphs
+of torch.compile used it after the write before; what it gets has the bits that it would make by itself.
 """
 
 from __future__ import annotations
@@ -166,14 +165,13 @@ class _Jobs:
             return
         if not _is_written_for(stream, record.written_on):
             return  # a stream that overlaps the optimizer waits for the write in the layer's own forward
-        if weight.source is not plain or config.keep_faces == "never":
-            return  # rounded before, into memory of its own; or to be made when it is used
+        if weight.is_rounded_first or config.keep_faces == "never":  # only when it is used
+            return
         faces.begin(stamp, stream, forward=True)
         outlast, _ = faces.lifetime(config.keep_faces)
         both = use.backward_follows and outlast
-        once = use.trained and not outlast and not faces.is_evaluated
         context = weight.context
-        if once:
+        if use.trained and not outlast and not faces.is_evaluated:  # only products read the face
             context = weight.context_of_products(context, dtype)
         plan, measuring = self.plans(context, dtype, weight, True, both)
         if plan is None:
@@ -194,9 +192,9 @@ class _Jobs:
         stamp = weight.stamp(dtype)
         # Another stream does not wait for what the forward measured.
         cached = faces.current(weight.place, stamp, stream)
-        if cached is None or cached.column is not None or weight.source is not plain:
+        if cached is None or cached.column is not None:
             return
-        if config.keep_faces == "never":
+        if weight.is_rounded_first or config.keep_faces == "never":
             return
         _, outlast = faces.lifetime(config.keep_faces)
         context = weight.context

@@ -43,6 +43,11 @@ class QuantizedWhenUsed(InterceptingTensor):
         """The plain tensor that is quantized: ``plain``, or its bf16 rounding by the recipe."""
         return weight_values(self.config, self.plain)
 
+    @property
+    def is_rounded_first(self) -> bool:
+        """Whether ``source`` is not ``plain``: it is rounded to bf16 at each use, into memory of its own."""
+        return self.config.bf16_weight_values and self.plain.dtype != torch.bfloat16
+
     def context_of_products(self, context: Context, dtype: torch.dtype) -> Context:
         """Return the context of faces that only products read, from the weight's; see ``for_products_of_weight``."""
         if observers or dtype != torch.bfloat16 or context.groups is not None:
