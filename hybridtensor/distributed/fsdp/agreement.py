@@ -176,7 +176,7 @@ class Exchange:
         for index, (shard, values) in enumerate(zip(self._shards, parts, strict=True)):
             if shard.plan.reduce != "tensor":
                 self._measure(index, shard, values)
-            shard.amaxes, shard.order = self._amaxes[index], self._order
+            shard.amaxes, shard.amaxes_order = self._amaxes[index], self._order
             shard.contents = None  # another rank may have written its part
         # One collective for all weights under the root: per weight, latency would be paid before
         # each gather.

@@ -126,7 +126,7 @@ class Bundle:
     ) -> None:
         self._group, self.shards, self.wanted, self._caches = group, shards, wanted, caches
         self.sendings = tuple(
-            Sending(shard.plan, shard.plan.sends(*asked), shard.dtype)
+            Sending(shard.plan, shard.plan.sends(*asked), shard.sharded.dtype)
             for shard, asked in zip(shards, wanted, strict=True)
         )
         first = shards[0].sharded
@@ -246,9 +246,9 @@ class Bundle:
         for index in chosen:
             shard, of_weight, part = self.shards[index], payload.weights[index], parts[index]
             common = getattr(part.record.layer, "common", None)
-            if common is not None or shard.order is not order:
+            if common is not None or shard.amaxes_order is not order:
                 shard.order_amaxes()  # of all that are reduced together
-                order = shard.order
+                order = shard.amaxes_order
             if not caches or not isinstance(part, MasterWeight):
                 fill(of_weight, part, shard)
                 continue

@@ -111,11 +111,11 @@ class WeightGroup:
         # All weights are looked at before any is quantized: reducing the amaxes of one may change
         # what another one is scaled by.
         for shard, part in zip(self.shards, parts, strict=True):
-            if shard.check_writes(part, adopts=adopts):
+            if shard.agree_on_writes(part, adopts=adopts):
                 self._generation += 1
         for shard, part in zip(self.shards, parts, strict=True):
             if shard.contents is None:  # amaxes were reduced for a later one
-                shard.check_writes(part, adopts=adopts)
+                shard.agree_on_writes(part, adopts=adopts)
                 self._generation += 1
         sharded.reshard_to_all_ranks()
         wants = sharded.wants()

@@ -76,7 +76,7 @@ class Plan:
         whole: The values are sent as they are, whichever face is wanted: FSDP2 takes nothing else for such shards.
         derives_columnwise: Whether the columnwise face is made of what the rowwise one holds, by shards or after the
             gather.
-        read: Whether forward reads the values, too.
+        read: Whether something besides linear layers, such as a tied embedding, reads the gathered weight's values.
         matrix: ``(N, K)`` of each expert, as linear layers have them, if this is a stack; or None.
     """
 
@@ -218,8 +218,17 @@ def make_plan(
     turned: bool = False,
     persistent: bool = False,
 ) -> Plan:
-    """Return the plan of a weight ``(N, K)`` sharded along ``dim``; ``turned`` if stored ``[K, N]``; ``reader``
-    reads its values; ``persistent`` if shards keep both faces and send what they keep."""
+    """Return the plan of a weight.
+
+    Args:
+        config: The recipe.
+        size: ``(N, K)``.
+        num_ranks: ``R``.
+        dim: The dimension that is sharded.
+        reader: Class of a module besides linear layers that reads the values, or ``""``.
+        turned: Whether the weight is stored ``[K, N]``.
+        persistent: Whether shards store both faces, and send what they store.
+    """
     quantizer: Quantizer = config.weight
     row_quantizer, column_quantizer, derived = by_direction(quantizer)
     whole, rows = "", -(-size[0] // num_ranks)

@@ -66,8 +66,7 @@ def plan_of_size(
     dim: int,
     reader: str = "",
 ) -> Plan:
-    """Return the plan of a weight of ``size`` as stored, a matrix or a stack of experts', sharded along ``dim``;
-    ``reader`` reads a matrix's values."""
+    """Return the plan of a weight of ``size`` as stored, a matrix or a stack of experts'; see ``make_plan``."""
     turned = isinstance(weight, InterceptingTensor) and weight.is_transposed
     matrix = (size[-1], size[-2]) if turned else (size[-2], size[-1])
     if len(size) == 3:

@@ -49,12 +49,12 @@ class Shard:
         has_recipe: Whether a recipe was adopted.
         faces: Faces of the gathered weight, after the first gather.
         amaxes: Amaxes over all shards, fp32, of shape ``plan.amaxes``, or None.
-        order: Order of streams that use ``amaxes``, or None.
+        amaxes_order: Order of the streams that use ``amaxes``, or None.
         exchange: Reduces the amaxes of all shards, if this is the first of them; or None.
         agreed: Recipe that all ranks were found to have; they compare another one, by value.
         reduced: ``written`` when ``amaxes`` were reduced: these collectives follow only writes that all ranks count.
-        contents: What the faces that the last gather sent were made of, see ``check_writes``; None if unknown. Here a
-            write counts that an alias only may have done.
+        contents: What the faces that the last gather sent were made of, see ``agree_on_writes``; None if unknown. Here
+            possible writes through aliases count, too.
         replayed: Whether a CUDA graph writes the weight, or its scales, uncounted.
         gathers: Each kind of gather of the weight's group, by the requested faces; shared by the group.
         prepared: The local shard and the first hook's result as the group prepared them; the result is None if the
@@ -68,7 +68,7 @@ class Shard:
         self.has_recipe = False
         self.faces: GatheredFaces | None = None
         self.amaxes: Tensor | None = None
-        self.order: StreamOrder | None = None
+        self.amaxes_order: StreamOrder | None = None
         self.exchange: Exchange | None = None
         self.agreed: HybridConfig | None = None
         self.reduced: tuple[object, ...] | None = None
@@ -82,14 +82,10 @@ class Shard:
         self._dtype: torch.dtype | None = None
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.sharded.dtype
-
-    @property
     def cast_dtype(self) -> torch.dtype:
         """Dtype of faces in high precision, and of what a rowwise face holds that is quantized again: there the
         weight's, which rounds once, as of a weight that is not sharded."""
-        return self.sharded.tensor.dtype if self.config.weight.requantizes else self.dtype
+        return self.sharded.tensor.dtype if self.config.weight.requantizes else self.sharded.dtype
 
     def adopt(self, config: HybridConfig) -> None:
         """Adopt a recipe, and make its plan."""
@@ -118,8 +114,12 @@ class Shard:
 
     # -- before the gather
 
-    def check_writes(self, part: Weight, *, adopts: bool) -> bool:
-        """Return whether the local shard may have been written since the last gather; agree on it with other ranks."""
+    def agree_on_writes(self, part: Weight, *, adopts: bool) -> bool:
+        """Return whether the local shard may have been written since the last gather. If so, compare a new recipe with
+        other ranks', and reduce amaxes.
+
+        ``adopts``: Whether to adopt a new recipe now: not between a forward and its backward.
+        """
         record, config = part.record, part.config
         layer = record.layer
         # The record itself, so that nothing else gets its address; and the DTensor's version, which
@@ -133,8 +133,8 @@ class Shard:
             return False
         if adopts or not self.has_recipe:
             self.adopt(part.recipe)
-        if self._dtype is not self.dtype:
-            self._dtype = self.dtype
+        if self._dtype is not self.sharded.dtype:
+            self._dtype = self.sharded.dtype
             self.gathers.clear()
         self._agree(part)
         self.replayed = record.replayed or getattr(layer, "replayed", False)
@@ -162,12 +162,12 @@ class Shard:
     def send_whole(self, tensor: Weight) -> Tensor:
         """Return the high-precision local shard ``[n, K]``."""
         self.sharded.gather_into([])
-        dtype = self.plan.whole_dtype(self.dtype, tensor.dtype)
+        dtype = self.plan.whole_dtype(self.sharded.dtype, tensor.dtype)
         return whole_values(tensor, dtype, self.sharded.padded_size)
 
     def needed(self, wanted: tuple[bool, bool]) -> list[Tensor] | None:
         """Return the tensors of the requested faces, or None if they do not exist yet."""
-        if self.faces is None or self._made_for != (self.plan, self.dtype):
+        if self.faces is None or self._made_for != (self.plan, self.sharded.dtype):
             return None
         return self.faces.needed(*wanted)
 
@@ -196,8 +196,8 @@ class Shard:
 
     def order_amaxes(self) -> None:
         """Make the current stream wait for the one that reduces amaxes."""
-        if self.order is not None and self.amaxes is not None:
-            self.order.wait_for_last_use(self.amaxes)
+        if self.amaxes_order is not None and self.amaxes is not None:
+            self.amaxes_order.wait_for_last_use(self.amaxes)
         common = self.common
         if common is not None and common.amax is not None:
             order_of(common).wait_for_last_use(common.amax)
