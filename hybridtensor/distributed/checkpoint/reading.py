@@ -30,6 +30,9 @@ from hybridtensor.untrusted.metadata import read_metadata
 from hybridtensor.untrusted.reader import SafeReader, Staged, UnreadableError
 from hybridtensor.untrusted.verifying import problems, steps
 
+Checked = tuple[HybridLoadPlanner, Restoration, Metadata]
+"""Planner, restoration and metadata of a step that fits the state."""
+
 
 class _Read(NamedTuple):
     """A step that is on the host, and not yet written into the state."""
@@ -169,11 +172,8 @@ def _digest_and_defects(path: Path, number: int, share: tuple[int, int]) -> tupl
     return "" if found else digest_file(path / MANIFEST)[1], found
 
 
-Checked = tuple[HybridLoadPlanner, Restoration, Metadata]
-
-
 def _checked(entries: Entries, any_recipe: bool, path: Path) -> Checked:
-    """Return planner, restoration and metadata of a step after all checks that need no writes."""
+    """Return what loads a step, after all checks that need no writes."""
     manifest = Manifest.read(path)
     metadata = read_metadata(path, manifest.files)
     entries.check_entries(manifest)

@@ -29,7 +29,16 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 
 
 class Restoration:
-    """Plan for loading a checkpoint into entries: ``target`` is what the planner loads into, mostly in place."""
+    """Plan for loading a checkpoint into entries.
+
+    The planner reads into ``target``; then ``finish`` loads modules, optimizers and other objects, and ``fill`` writes
+    data.
+
+    Attributes:
+        entries: What is loaded into.
+        target: What the planner reads into: the memory of the entries, and new tensors for what has none.
+        begun: Names of the objects whose ``load_state_dict`` was called, which a failed load calls again.
+    """
 
     def __init__(self, entries: Entries, manifest: Manifest, metadata: Metadata) -> None:
         self.entries = entries
@@ -44,8 +53,10 @@ class Restoration:
         self._has_several_modules = list(manifest.entries.values()).count("module") > 1
         self._loaded: dict[str, StateDict] = {}  # by module, what load_state_dict gets
         self.begun: list[str] = []
+        # Containers that ``fill`` changed, with their contents before
         self._former: list[tuple[Any, Any]] = []
-        self._after: list[Callable[[], None]] = []
+        # What makes the values and faces of persistent weights fit each other, once all is loaded
+        self._settle: list[Callable[[], None]] = []
         self.target: StateDict = {}
         for name, optimizer in entries.optimizers.items():
             self.target[name] = optimizer.target(metadata)
@@ -125,16 +136,16 @@ class Restoration:
             self.target[entry][name] = value
             self._loaded[entry][name] = value
             known, stored = _persistent(parameter).high_precision, self._stored_master(entry, name)
-            self._after.append(known.release_original if stored is None else known.leave_values)
+            self._settle.append(known.release_original if stored is None else known.leave_values)
         elif master is not None and any(
             master is m for t in self.target.values() for m in _masters(t)
         ):
-            self._after.append(lambda: refresh_(_persistent(parameter), local(master)))
+            self._settle.append(lambda: refresh_(_persistent(parameter), local(master)))
         else:
             in_fp32 = master is not None or self._master_for_values(entry, name) is not None
             values = memory_like(value, torch.float32 if in_fp32 else value.dtype)
             self._add_values(entry, name, values)
-            self._after.append(lambda: _take_values(parameter, values, master))
+            self._settle.append(lambda: _take_values(parameter, values, master))
 
     def extra(self, metadata: Metadata, planned: set[str]) -> list[str]:
         """Return the tensors that a checkpoint has of the loaded modules and that these lack."""
@@ -169,8 +180,8 @@ class Restoration:
         # After modules and optimizers: quantizing from a master needs the scales and masters that
         # were loaded.
         with torch.no_grad():
-            for act in self._after:
-                act()
+            for settle in self._settle:
+                settle()
         for entry, kind in entries.kinds.items():
             if kind == "stateful":
                 self.begun.append(entry)

@@ -46,7 +46,7 @@ class Snapshot:
         ]
 
     def restore(self, begun: Collection[str], error: BaseException) -> None:
-        """Restore everything after an error, by ``run_all``; ``begun`` objects were asked to load another state."""
+        """Restore everything after an error, by ``run_all``; ``begun`` as of ``Restoration``."""
         stateful = [(entry, undo) for entry, undo in self._stateful if entry in begun]
         with torch.no_grad():
             for entry, undo in reversed([*self._undo, *stateful]):
