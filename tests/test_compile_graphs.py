@@ -13,7 +13,7 @@ from torch import nn
 import hybridtensor as ht
 from hybridtensor.linear.sharing import _of_graphs
 from hybridtensor.ops.cast.request import parse_request
-from hybridtensor.quantizers.plans import measured
+from hybridtensor.quantizers.plans import measured_amaxes
 from hybridtensor.testing import random_tensor, saved_for_backward
 
 QUANTIZE = torch.ops.hybridtensor.quantize.default
@@ -156,7 +156,7 @@ def test_nothing_is_kept_of_what_a_graph_shared(grad):
 def _measured(weight):
     """Return the amaxes of both faces; in eager code casts with powers of two go by what the layer remembers."""
     context = weight.context._replace(state=None) if weight.config.delayed_rules() == {} else weight.context
-    return measured(weight.config.weight, weight.plain, torch.bfloat16, context).amaxes
+    return measured_amaxes(weight.config.weight, weight.plain, torch.bfloat16, context)
 
 
 @pytest.mark.parametrize("recipe", ANY_LAYER)

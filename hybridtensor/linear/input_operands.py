@@ -27,7 +27,7 @@ from hybridtensor.ops.library import is_traced, saved_tensors_hooks
 from hybridtensor.ops.order import can_recompute, is_in_region, prefer_recompute
 from hybridtensor.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from hybridtensor.quantizers.base import one_face
-from hybridtensor.quantizers.plans import measured_in_backward
+from hybridtensor.quantizers.plans import recorded_in_backward
 from hybridtensor.recipes.config import HybridConfig
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses import HybridTensor
@@ -165,7 +165,7 @@ def input_operand(
     else:
         shared = _shared_by_scales(cast_from, weight, how, context)
     if shared.faces is None:
-        of_forward = measured_in_backward(context, config.input) if saved else context
+        of_forward = recorded_in_backward(context, config.input) if saved else context
         if shared.amax_record is not None and of_forward.state is not None:
             state = of_forward.state._replace(amax=shared.amax_record)
             of_forward = of_forward._replace(state=state)

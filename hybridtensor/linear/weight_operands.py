@@ -34,7 +34,7 @@ from hybridtensor.ops.cast.compile_ahead import weight_casts
 from hybridtensor.ops.library import is_traced
 from hybridtensor.quantizers import HybridQuantizer
 from hybridtensor.quantizers.hybrid import by_direction
-from hybridtensor.quantizers.plans import measured_in_backward
+from hybridtensor.quantizers.plans import recorded_in_backward
 from hybridtensor.state import Context, StateTensors, layer_of
 from hybridtensor.subclasses import HybridTensor, MasterWeight
 from hybridtensor.subclasses.face_cache import ForwardUse, Seen
@@ -162,7 +162,7 @@ class TracedMaster(Operand):
             of_forward = context
             if needs.input:
                 context = context._replace(amaxes=weight.amaxes(dtype))
-                of_forward = measured_in_backward(context, weight.config.weight)
+                of_forward = recorded_in_backward(context, weight.config.weight)
             self._context = context
             row, _ = weight.quantized(
                 rowwise=True,

@@ -66,8 +66,8 @@ class CastPlan:
         inputs = self.inputs(matrix, context)
         return ops.prepare(matrix, self.run_request, inputs, direct=direct).run(matrix, inputs)
 
-    def of_measured(self, of_row: Tensor, of_column: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the amaxes that the faces are scaled by, of two."""
+    def of_measured(self, of_row: Tensor, of_column: Tensor) -> Amaxes:
+        """Return those of two measured amaxes that the faces are scaled by."""
         row, column = self.measured
         return of_row if row else None, of_column if column else None
 
@@ -232,21 +232,24 @@ def _measured_by_the_graph(matrix: Tensor, request: CastRequest, context: Contex
     return context._replace(amaxes=(row, column))
 
 
-def measured(quantizer: Quantizer, matrix: Tensor, dtype: torch.dtype, context: Context) -> Context:
-    """Return the context with the amaxes of both faces, measured in one pass; unchanged where no pass is needed."""
+def measured_amaxes(
+    quantizer: Quantizer, matrix: Tensor, dtype: torch.dtype, context: Context
+) -> Amaxes:
+    """Return the amaxes that both faces are scaled by, measured in one pass; those of the context where no pass is
+    needed."""
     groups = context.groups
     if not matrix.numel() or (groups is not None and groups.ends is not None):
-        return context
+        return context.amaxes
     plan = measuring_plan(quantizer, dtype, context, matrix.device)
     if plan is None or (plan.needs.hint and not is_traced()):
-        return context
+        return context.amaxes
     if groups is not None:
         if not all(plan.measured):  # one face alone is measured where it is cast
-            return context
-        return context._replace(amaxes=ops.measure_stack(matrix, plan.request))
+            return context.amaxes
+        return ops.measure_stack(matrix, plan.request)
     direct = runs_directly(matrix)
     cast = ops.prepare(matrix, plan.request, plan.inputs(matrix, context), direct=direct)
-    return context._replace(amaxes=plan.of_measured(*cast.measure(matrix)))
+    return plan.of_measured(*cast.measure(matrix))
 
 
 def measuring_plan(
@@ -261,9 +264,9 @@ def measuring_plan(
     return plan if plan is not None and any(plan.measured) else None
 
 
-def measured_in_backward(context: Context, quantizer: Quantizer) -> Context:
-    """Return the context of a forward cast; in a graph it records no amax that backward measures again, which would
-    be saved."""
+def recorded_in_backward(context: Context, quantizer: Quantizer) -> Context:
+    """Return the context of a forward cast whose tensor backward casts again: in a graph backward's cast alone records
+    the amax, which forward would save."""
     state = context.state
     if state is None or not isinstance(state.amax, ReturnedAmaxes):
         return context
@@ -279,7 +282,19 @@ def _reads_once(cast: Cast) -> bool:
 
 
 class _Needs:
-    """What a request needs besides the matrix."""
+    """What a request needs besides the matrix.
+
+    Attributes:
+        whole_blocks: Whether a face has formats without partial blocks.
+        draws: Random numbers.
+        delayed: Delayed scales.
+        row: An amax of the rowwise face, or of the source, where it is known.
+        column: The same of the columnwise face.
+        row_of_tensor: Whether that is one amax of the whole tensor, which a common scale may replace.
+        column_of_tensor: The same.
+        hint: The amax of the last such tensor.
+        state: One of those that a layer's state has: ``draws``, ``delayed``, ``hint``.
+    """
 
     def __init__(self, request: CastRequest) -> None:
         casts = [cast for cast in request[:3] if cast is not None]

@@ -13,7 +13,7 @@ from hybridtensor.ops.amaxes import AmaxRecord, RecordedAmax
 from hybridtensor.ops.autograd import read_version, version_of
 from hybridtensor.ops.captures import Stream, stream_of
 from hybridtensor.ops.library import dispatch_modes, is_traced
-from hybridtensor.quantizers.plans import Amaxes, measured
+from hybridtensor.quantizers.plans import Amaxes, measured_amaxes
 from hybridtensor.recipes.config import HybridConfig, weight_values
 from hybridtensor.state import Context, LayerState
 from hybridtensor.subclasses.face_cache import (
@@ -261,7 +261,7 @@ class QuantizedWhenUsed(InterceptingTensor):
     def amaxes(self, dtype: torch.dtype, context: Context | None = None) -> Amaxes:
         """Measure both faces' amaxes at once, if they are quantized one by one."""
         context = self.context if context is None else context
-        return measured(self.config.weight, self.source, dtype, context).amaxes
+        return measured_amaxes(self.config.weight, self.source, dtype, context)
 
     def quantized(
         self,
