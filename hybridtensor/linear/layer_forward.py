@@ -169,22 +169,14 @@ class LayerForward:
             return self.run(layer, args, kwargs)
         if weight.record.layer is not recipe.state or weight.record.is_new:
             go_by(recipe, weight.record, weight.config, layer)
-        # That calls F.linear and nothing else. The weight is read by name: Pyro's layers train what is.
-        calls_linear = self.inner is None and type(layer).forward is nn.Linear.forward
-        if calls_linear and layer.weight is not weight:
+        if self.inner is not None or type(layer).forward is not nn.Linear.forward:
+            return self._run_other(layer, weight, args, kwargs)
+        # ``nn.Linear`` calls F.linear and nothing else. The weight is read by name: Pyro's layers train what is.
+        is_read = layer.weight is weight
+        if not is_read:
             return _with_recipe(self, layer, args, kwargs)
-        if not calls_linear:
-            if weight.is_data and weight.computes_as_values:
-                with as_weight(weight):
-                    return self(*args, **kwargs)
-            if not self._ran and not observers:
-                with Uses(layer, recipe.state):
-                    out = self.run(layer, args, kwargs)
-                    self._ran = True
-                    return out
         if (
-            calls_linear
-            and len(args) == 1
+            len(args) == 1
             and not kwargs
             and type(args[0]) is Tensor
             and weight.config is not None
@@ -194,6 +186,19 @@ class LayerForward:
             with torch._C.DisableTorchFunctionSubclass():
                 return linear(args[0], weight, layer.bias)  # type: ignore[arg-type]
         return self.run(layer, args, kwargs)
+
+    def _run_other(self, layer: nn.Module, weight: Weight, args: Args, kwargs: Kwargs) -> object:
+        """Run another forward than that of ``nn.Linear``, and observe the first time what it does with the weight."""
+        if weight.is_data and weight.computes_as_values:
+            with as_weight(weight):
+                return self(*args, **kwargs)
+        if self._ran or observers:
+            return self.run(layer, args, kwargs)
+        recipe: LayerRecipe = layer.__dict__[_RECIPE]
+        with Uses(layer, recipe.state):
+            out = self.run(layer, args, kwargs)
+            self._ran = True
+            return out
 
     def _run_sharded(
         self, layer: nn.Module, weight: DTensor, part: Weight, args: Args, kwargs: Kwargs

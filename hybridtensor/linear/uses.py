@@ -52,7 +52,7 @@ class Uses(Observer):
                 self._layer,
                 self._state,
                 f"reads the weight ({readers}) and multiplies by the result, which is a plain tensor",
-                stacklevel=7,
+                stacklevel=8,
             )
 
     def observe_product(
