@@ -168,10 +168,10 @@ class _Jobs:
         if weight.is_rounded_first or config.keep_faces == "never":  # only when it is used
             return
         faces.begin(stamp, stream, forward=True)
-        outlast, _ = faces.lifetime(config.keep_faces)
-        both = use.backward_follows and outlast
+        after_forward, _ = faces.lifetime(config.keep_faces)
+        both = use.backward_follows and after_forward
         context = weight.context
-        if use.trained and not outlast and not faces.is_evaluated:  # only products read the face
+        if use.trained and not after_forward and not faces.is_evaluated:  # only products read it
             context = weight.context_of_products(context, dtype)
         plan, measuring = self.plans(context, dtype, weight, True, both)
         if plan is None:
@@ -196,9 +196,9 @@ class _Jobs:
             return
         if weight.is_rounded_first or config.keep_faces == "never":
             return
-        _, outlast = faces.lifetime(config.keep_faces)
+        _, after_backward = faces.lifetime(config.keep_faces)
         context = weight.context
-        if not outlast:
+        if not after_backward:
             context = weight.context_of_products(context, dtype)
         plan, _ = self.plans(context, dtype, weight, False, True)
         if plan is not None and not (any(plan.measured) and cached.amaxes[1] is None):

@@ -185,8 +185,8 @@ class FaceCache:
         return self._views.get((place, stream), _NOTHING)
 
     def lifetime(self, policy: str) -> tuple[bool, bool]:
-        """Return whether faces outlast one use (so one cast makes both), and the backward, by the recipe's
-        ``keep_faces``."""
+        """Return whether faces stay cached after a forward (so that one cast makes both), and after a backward, by the
+        recipe's ``keep_faces``."""
         if policy == "auto":
             # Faces of all weights that outlive their use were 2.4 of 19.8 GiB. Making the columnwise one in backward
             # costs one more read of the weight, 0.3 % of a step at most.
@@ -250,6 +250,7 @@ class FaceCache:
 
     @property
     def _is_reused(self) -> bool:
+        """Whether several forwards between two writes use the weight, as with microbatches."""
         return self._forwards > 1 or self._last_forwards > 1
 
 

@@ -146,7 +146,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         """Return the faces asked for, those in high precision in ``dtype``."""
         if is_traced():
             self.check_common_scale()
-            cached = self._made(rowwise, columnwise, dtype, self.context, amax_record)
+            cached = self._new_faces(rowwise, columnwise, dtype, self.context, amax_record)
         else:
             cached = self.faces_in_eager_code(
                 self.stamp(dtype),
@@ -194,14 +194,14 @@ class QuantizedWhenUsed(InterceptingTensor):
                     record.face_cache.clear()  # of those that a capture left
                 context = self.context_of_products(context, stamp.dtype)
                 rowwise = forward is not None
-                return self._made(rowwise, columnwise, stamp.dtype, context, amax_record)
+                return self._new_faces(rowwise, columnwise, stamp.dtype, context, amax_record)
             cached = record.face_cache.use(self.place, stamp, stream, forward)
-            made = self._completed(cached, stamp, forward, columnwise, amax_record, context)
+            made = self._with_missing(cached, stamp, forward, columnwise, amax_record, context)
             if made is not cached:
                 record.face_cache.store(self.place, stamp, made, stream)
             return made
 
-    def _completed(
+    def _with_missing(
         self,
         cached: CachedFaces,
         stamp: Stamp,
@@ -210,15 +210,15 @@ class QuantizedWhenUsed(InterceptingTensor):
         amax_record: AmaxRecord | RecordedAmax,
         context: Context,
     ) -> CachedFaces:
-        """Return the cached faces, quantizing the missing ones."""
+        """Return the cached faces, with those that are missing quantized now."""
         trained, backward_follows = EVALUATION if forward is None else forward
-        outlast, outlast_step = self.record.face_cache.lifetime(self.config.keep_faces)
-        both = backward_follows and outlast
-        lasting = outlast_step if columnwise else not trained or outlast
-        # A face that was made for evaluation
+        after_forward, after_backward = self.record.face_cache.lifetime(self.config.keep_faces)
+        both = backward_follows and after_forward
+        stays = after_backward if columnwise else not trained or after_forward
+        # Evaluation records no amax, which training needs
         unmeasured = amax_record is not None and cached.amax_record is None
         row, column = cached.row, cached.column
-        if lasting or observers:  # not only products read the faces
+        if stays or observers:  # not only products read the faces
             row, column = _of_elements(row), _of_elements(column)
         row_is_missing = forward is not None and (row is None or unmeasured)
         column_is_missing = (columnwise or both) and (column is None or unmeasured)
@@ -231,13 +231,15 @@ class QuantizedWhenUsed(InterceptingTensor):
         if backward_follows and not both and unknown:
             # One pass measures for both faces, of which backward makes the second one later from the same values.
             amaxes = self.amaxes(dtype, context)
-        if not lasting:
+        if not stays:
             context = self.context_of_products(context, dtype)
         amax_record = amax_record if cached.amax_record is None else cached.amax_record
-        made = self._made(row_is_missing, column_is_missing, dtype, context, amax_record, amaxes)
+        made = self._new_faces(
+            row_is_missing, column_is_missing, dtype, context, amax_record, amaxes
+        )
         return made._replace(row=made.row or row, column=made.column or column)
 
-    def _made(
+    def _new_faces(
         self,
         rowwise: bool,
         columnwise: bool,
