@@ -158,8 +158,7 @@ class Backward(NamedTuple):
         """Return the gradients.
 
         Args:
-            grad: The output's gradient, ``[tokens, out_features]``; or of any shape, where it was
-                quantized before it came here.
+            grad: The output's gradient, ``[tokens, out_features]``; of any shape if it is quantized already.
             saved: What ``save`` returned.
             amaxes: What ``graph_amaxes`` returned in forward.
             asked: Which of the needed gradients this backward computes, all by default; another one computes the rest.
@@ -174,14 +173,12 @@ class Backward(NamedTuple):
         if needs.weight:
             # Gathered while the gradient is cast and multiplied
             self.input.begin(of_input, grad)
-        traced, values = not direct and is_traced(), None
+        traced, plain = not direct and is_traced(), None
         if isinstance(grad, HybridTensor):
             row, column = gradient_faces(grad, needs, dtype)
         else:
-            values = grad
-            context = self.context.of_gradient(
-                done, may_hold_values(dtype, self.context.groups), direct
-            )
+            plain, values = grad, may_hold_values(dtype, self.context.groups)
+            context = self.context.of_gradient(done, values, direct)
             row, column = self.config.grad_output.faces(
                 grad, rowwise=needs.input, columnwise=needs.weight, dtype=dtype, context=context
             )
@@ -200,7 +197,7 @@ class Backward(NamedTuple):
             row = None  # its memory is for the weight's gradient
         self.weight.release(used=needs.input or not self.needs.input)  # room for what follows
         if column is not None:
-            right = self.input.columnwise(of_input, values if traced else None)
+            right = self.input.columnwise(of_input, plain if traced else None)
             if column.groups is not None:
                 right = right._replace(groups=column.groups)
             if observers:

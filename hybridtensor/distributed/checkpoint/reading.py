@@ -173,7 +173,7 @@ def _digest_and_defects(path: Path, number: int, share: tuple[int, int]) -> tupl
 
 
 def _checked(entries: Entries, any_recipe: bool, path: Path) -> Checked:
-    """Return what loads a step, after all checks that need no writes."""
+    """Make all checks of a step that need no writes, and return its planner, restoration and metadata."""
     manifest = Manifest.read(path)
     metadata = read_metadata(path, manifest.files)
     entries.check_entries(manifest)
