@@ -727,6 +727,16 @@ class TestStepAfter:
         optimizer.step()
         assert [it[0].quantization_state.rounding[1] for it in whole] == [1, 1]
 
+    def test_states_of_layers_do_not_cover_each_other(self):
+        """They have no parameters."""
+        net = model("nvfp4")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        states = [net[i].quantization_state for i in (0, 2)]
+        for state in states:
+            ht.step_after(optimizer, state)
+        optimizer.step()
+        assert [state.rounding[1] for state in states] == [1, 1]
+
     @pytest.mark.parametrize("count", [1, 2])
     def test_frees_the_model_together_with_its_optimizers(self, count):
         """At once, as without it: the memory of a model is not left to the garbage collector."""

@@ -190,8 +190,11 @@ class step_after:  # noqa: N801  (used as a function)
 
     def _make_way_for(self, model: nn.Module) -> None:
         """End if a later call has the same model, or a wrapper of it: its state would advance twice in a step."""
-        # By parameters: layers without a state may get one later
-        if set(model.parameters()).issuperset(self._model.parameters()):
+        # By parameters: layers without a state may get one later. By states: these are modules without parameters
+        covered = {*self._model.parameters(), *layer_states(self._model)}
+        if model is self._model or (
+            covered and covered <= {*model.parameters(), *layer_states(model)}
+        ):
             self.remove()
 
     @_between_graphs
