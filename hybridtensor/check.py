@@ -94,8 +94,8 @@ def check(
     Args:
         model: A model, converted or not, compiled, sharded or not.
         args: Passed to ``model``.
-        loss: Function from the model's output to a scalar; by default the output's attribute or entry ``loss``, or
-            else the mean square of all its floating-point tensors.
+        loss: Function from the model's output to a scalar; by default the output's attribute or entry ``loss``, or,
+            if that is no scalar with a gradient, the mean square of all its floating-point tensors.
         strict: Raise if the result has ``problems``: products that did not run, or not by the recipe; weights read as
             values; layers that are plain although nothing excluded them.
         show: Print tables (needs ``rich``).
@@ -189,7 +189,7 @@ def _loss(out: object, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
     if loss is not None:
         return require_loss("check", loss(out), "return one, such as a mean")
     own = own_loss(out)
-    if isinstance(own, Tensor):
+    if isinstance(own, Tensor) and own.numel() == 1 and own.requires_grad:
         return own
     tensors = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
     means = [t.float().square().mean() for t in tensors]

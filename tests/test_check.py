@@ -419,6 +419,23 @@ def test_the_loss_of_an_output_may_be_an_entry_of_a_dictionary():
     assert ran == [("trunk", "output"), ("trunk", "grad_weight"), ("head", "output")]
 
 
+@pytest.mark.parametrize(
+    "loss_of", [lambda y: y.square().mean(-1), lambda y: y.mean().detach()], ids=["a vector", "detached"]
+)
+def test_a_loss_in_an_output_that_gives_no_gradients_is_not_the_loss(loss_of):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(64, 32)
+
+        def forward(self, x):
+            logits = self.head(x)
+            return {"loss": loss_of(logits), "logits": logits}
+
+    ran = [(row.layer, row.gemm) for row in ht.check(ht.quantize_(Net(), "fp8"), X).products]
+    assert ran == [("head", "output"), ("head", "grad_weight")]
+
+
 def test_is_shown(capsys):
     console = Console(width=100, record=True)
     console.print(ht.check(ht.quantize_(Experts(), "fp8"), X))
