@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Unpack
 
+import torch
 from lightning.fabric.plugins import precision as fabric
 from lightning.pytorch.plugins import precision as pytorch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hybridtensor.arguments import require_choice, reusable
@@ -35,10 +37,11 @@ class _Converting:
     def __init__(
         self, recipe: Recipe, *, precision: str = "32-true", **options: Unpack[Options]
     ) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"  # until there is a module
         made = {
             "32-true": lambda: self._kinds.Precision(),
             "bf16-true": lambda: self._kinds.HalfPrecision(precision),
-            "bf16-mixed": lambda: self._kinds.MixedPrecision(precision, "cpu"),
+            "bf16-mixed": lambda: self._kinds.MixedPrecision(precision, device),
         }
         require_choice(type(self).__name__, "precision", precision, made)
         self.precision, self._rest = precision, made[precision]()
@@ -58,14 +61,24 @@ class _Converting:
             quantize_(module, self._recipe, **self._options)
         return module
 
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_module": None}
+
     def _on_the_device(self) -> AbstractContextManager[object]:
         """Autocast, for ``bf16-mixed``, on the device where the module is by now."""
         module = None if self._module is None else self._module()
         parameter = None if module is None else next(module.parameters(), None)
-        if parameter is not None:
-            self._rest.device = parameter.device.type
+        device = None if parameter is None else _device_type(parameter)
+        if device is not None and torch.amp.is_autocast_available(device):
+            self._rest.device = device
         context: AbstractContextManager[object] = self._rest.forward_context()
         return context
+
+
+def _device_type(parameter: Tensor) -> str:
+    """Return the type of device that computes with a parameter: FSDP2 may offload its shards to the host."""
+    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    return parameter.device.type if mesh is None else mesh.device_type
 
 
 class HybridPrecision(_Converting, pytorch.Precision):

@@ -1,10 +1,14 @@
 """Lightning: Trainer and Fabric with the plugins, bitwise the same training by hand."""
 
 import gc
+import pickle
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hybridtensor as ht
 
@@ -93,6 +97,42 @@ def test_autocast_is_of_the_device_of_the_module_on_machines_that_have_others(mo
     with torch.autocast("cpu", torch.bfloat16):
         expected = module.module(ROWS[:32])
     assert torch.equal(module(ROWS[:32]), expected.float())
+
+
+BOTH = pytest.mark.parametrize("kind", [HybridPrecision, FabricHybridPrecision])
+
+
+@BOTH
+def test_a_module_without_memory_runs_under_autocast(kind):
+    plugin = kind("fp8", precision="bf16-mixed")
+    module = plugin.convert_module(nn.Linear(64, 64, device="meta"))
+    with plugin.forward_context():
+        assert module(torch.empty(32, 64, device="meta")).shape == (32, 64)
+
+
+@BOTH
+def test_autocast_of_shards_on_the_host_is_of_the_device_that_computes(kind, monkeypatch):
+    """FSDP2 offloads them there."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh, part = torch.distributed.init_device_mesh("cuda", (2,)), torch.zeros(32, 64)
+        meta = TensorMeta(torch.Size((64, 64)), (64, 1), part.dtype)
+        weight = DTensor(part, DTensorSpec(mesh, (Shard(0),), tensor_meta=meta), requires_grad=True)
+    finally:
+        torch.distributed.destroy_process_group()
+    plugin = kind("fp8", precision="bf16-mixed")
+    module = plugin.convert_module(nn.Linear(64, 64))
+    module.weight = nn.Parameter(weight)
+    found, autocast = [], torch.autocast
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "autocast", lambda device, **options: found.append(device) or autocast("cpu", **options))
+        with plugin.forward_context():
+            assert found == ["cuda"]
+
+
+def test_a_plugin_is_pickled_without_the_module_that_it_converted():
+    plugin = HybridPrecision("fp8", precision="bf16-mixed")
+    assert_same(fit(plugin), fit(pickle.loads(pickle.dumps(plugin))))
 
 
 def test_two_fits_and_a_test_convert_once():
