@@ -128,8 +128,7 @@ def quantize_(
         ValueError: If a word is unknown, no layer matches, ``keep_bf16`` names a quantized one, sizes do not fit a
             format, persistent weights would become masters, layers cannot share a scale, or a weight gets two recipes.
         TypeError: If an argument is of the wrong kind, or a weight is not a floating-point parameter.
-        RuntimeError: If a graph has saved a weight, or a weak reference refers to it; the backward of a graph that only
-            adds to its gradient raises. Every error leaves the model unchanged.
+        RuntimeError: If a graph saved a weight, or a weak reference is to it. Every error leaves the model unchanged.
     """
     root = _checked(model, filter_fn, persistent, name)
     plan = choose(model, recipe, filter_fn, keep_bf16=keep_bf16, root=root)

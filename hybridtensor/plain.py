@@ -44,8 +44,8 @@ def plain_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: If a weight's gradient has another dtype than its new one.
-        RuntimeError: If FSDP2 shards the model, a graph has saved a weight, or a weak reference refers to it; the
-            backward of a graph that only adds to its gradient raises. Every error leaves the model unchanged.
+        RuntimeError: If FSDP2 shards the model, a graph saved a weight, or a weak reference is to it. Every error
+            leaves the model unchanged.
     """
     require_module("plain_", model)
     if dtype is not None:
