@@ -182,3 +182,38 @@ def test_adapters_of_experts():
     for quantized, got, expected in zip(*found, strict=True):
         assert torch.equal(got, expected)
         assert not torch.equal(quantized, expected)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8_delayed"])
+def test_tokens_are_trained_of_an_embedding_that_is_tied_to_a_quantized_head(recipe):
+    """The head multiplies by what PEFT computes of its weight, in high precision, as the plain model does."""
+    found = []
+    for quantized in (False, True):
+        model = llama(tie_word_embeddings=True)
+        if quantized:
+            ht.quantize_(model, recipe, filter_fn=lambda module, name: name == "lm_head")
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[1, 2, 3])
+        net = peft.get_peft_model(model, config)
+        results = trained(net)
+        with torch.no_grad():
+            results.append(net(input_ids=IDS).logits)
+        found.append(results)
+    for got, expected in zip(*found, strict=True):
+        assert torch.equal(got, expected)
+
+
+@KINDS
+def test_merging_where_head_and_embedding_are_tied(frozen, persistent):
+    """PEFT compares addresses there, of which persistent weights have none."""
+    model = llama(tie_word_embeddings=True)
+    model.requires_grad_(not frozen)
+    ht.quantize_(model, "fp8", persistent=persistent, filter_fn=lambda *_: True)
+    net = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
+    trained(net)
+    head = net.base_model.model.lm_head
+    fresh = ht.quantize_(torch.nn.Linear(64, 96, bias=False), "fp8", persistent=persistent)
+    fresh.weight.data = values(head.base_layer.weight) + head.get_delta_weight("default")
+    merged = net.merge_and_unload()
+    assert torch.equal(merged.lm_head.weight.dequantize(), fresh.weight.dequantize())
+    assert merged.lm_head.weight is merged.get_input_embeddings().weight

@@ -18,8 +18,9 @@ _NAMES = """
     _embedding_bag _embedding_bag_forward_only fake_quantize_per_channel_affine_cachemask
     fake_quantize_per_tensor_affine_cachemask
     _fake_quantize_per_tensor_affine_cachemask_tensor_qparams flip _foreach_norm frobenius_norm
-    full_like _fused_dropout gather geqrf histc histogram huber_loss index index_add index_select
-    is_pinned is_same_size is_set_to isclose isin kthvalue leaky_relu linalg_cholesky_ex _linalg_det
+    full_like _fused_dropout gather geqrf histc histogram huber_loss index index_add index_copy
+    index_fill index_put index_select is_pinned is_same_size is_set_to isclose isin kthvalue leaky_relu
+    linalg_cholesky_ex _linalg_det
     _linalg_eigh linalg_eigh linalg_householder_product linalg_inv_ex linalg_lu_factor_ex linalg_matrix_exp
     linalg_norm linalg_pinv linalg_qr _linalg_solve_ex _linalg_svd linalg_svd linalg_vector_norm
     _local_scalar_dense _log_softmax logsumexp masked_select mean median mode mse_loss mv nanmean
@@ -43,7 +44,7 @@ IN_PLACE = overloads(
 """Those of the same names that write their first operand, all of its elements or some."""
 
 _OTHER_WRITES = """
-    copy exponential fill index_copy index_fill index_put log_normal normal random uniform zero
+    copy exponential fill log_normal normal random uniform zero
     _foreach_copy _foreach_zero
     _fused_adagrad _fused_adam _fused_adamw _fused_sgd _amp_foreach_non_finite_check_and_unscale
 """
