@@ -19,19 +19,17 @@ _NAMES = """
     fake_quantize_per_tensor_affine_cachemask
     _fake_quantize_per_tensor_affine_cachemask_tensor_qparams flip _foreach_norm frobenius_norm
     full_like _fused_dropout gather geqrf histc histogram huber_loss index index_add index_copy
-    index_fill index_put index_select is_pinned is_same_size is_set_to isclose isin kthvalue leaky_relu
-    linalg_cholesky_ex _linalg_det
-    _linalg_eigh linalg_eigh linalg_householder_product linalg_inv_ex linalg_lu_factor_ex linalg_matrix_exp
-    linalg_norm linalg_pinv linalg_qr _linalg_solve_ex _linalg_svd linalg_svd linalg_vector_norm
-    _local_scalar_dense _log_softmax logsumexp masked_select mean median mode mse_loss mv nanmean
-    nanmedian nansum native_dropout native_layer_norm new_full new_ones nonzero norm ones_like prod
-    put quantile rand_like randint_like randn_like renorm repeat roll rot90 scatter scatter_add
-    smooth_l1_loss _softmax sort stack std std_mean sum take _to_sparse topk trace tril triu unfold
-    _unique2 var var_mean vdot _weight_norm_interface _weight_norm_interface_backward zeros_like
-
-    _cdist_backward elu_backward _embedding_bag_per_sample_weights_backward huber_loss_backward
-    leaky_relu_backward mse_loss_backward native_layer_norm_backward smooth_l1_loss_backward
-    softplus_backward
+    index_fill index_put index_select is_pinned is_same_size is_set_to isclose isin kthvalue
+    leaky_relu linalg_cholesky_ex _linalg_det _linalg_eigh linalg_eigh linalg_householder_product
+    linalg_inv_ex linalg_lu_factor_ex linalg_matrix_exp linalg_norm linalg_pinv linalg_qr
+    _linalg_solve_ex _linalg_svd linalg_svd linalg_vector_norm _local_scalar_dense _log_softmax
+    logsumexp masked_select mean median mode mse_loss mv nanmean nanmedian nansum native_dropout
+    native_layer_norm new_full new_ones nonzero norm ones_like prod put quantile rand_like
+    randint_like randn_like renorm repeat roll rot90 scatter scatter_add smooth_l1_loss _softmax
+    sort stack std std_mean sum take _to_sparse topk trace tril triu unfold _unique2 var var_mean
+    vdot _weight_norm_interface _weight_norm_interface_backward zeros_like _cdist_backward
+    elu_backward _embedding_bag_per_sample_weights_backward huber_loss_backward leaky_relu_backward
+    mse_loss_backward native_layer_norm_backward smooth_l1_loss_backward softplus_backward
 """
 
 IN_PLACE = overloads(
