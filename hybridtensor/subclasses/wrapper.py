@@ -34,7 +34,7 @@ class _NoMemory(torch.UntypedStorage):
     """The storage of a wrapper: empty, and its address raises."""
 
     def data_ptr(self) -> int:
-        raise NotImplementedError(
+        raise RuntimeError(
             "hybridtensor: a wrapper has no memory of its own to read or write (an invalid python storage); use "
             "dequantize(), and hybridtensor.optim.MasterWeights where an optimizer asks for persistent weights"
         )
@@ -237,7 +237,7 @@ class WrapperTensor(Tensor):
     # -- what a tensor without storage cannot do by inheritance
 
     def data_ptr(self) -> int:
-        """Raise NotImplementedError: kernels given an address would read and write values where there are none."""
+        """Raise RuntimeError: kernels given an address would read and write values where there are none."""
         return self.untyped_storage().data_ptr()
 
     def __dlpack__(self, **_: object) -> NoReturn:

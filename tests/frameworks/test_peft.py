@@ -201,19 +201,3 @@ def test_tokens_are_trained_of_an_embedding_that_is_tied_to_a_quantized_head(rec
         found.append(results)
     for got, expected in zip(*found, strict=True):
         assert torch.equal(got, expected)
-
-
-@KINDS
-def test_merging_where_head_and_embedding_are_tied(frozen, persistent):
-    """PEFT compares addresses there, of which persistent weights have none."""
-    model = llama(tie_word_embeddings=True)
-    model.requires_grad_(not frozen)
-    ht.quantize_(model, "fp8", persistent=persistent, filter_fn=lambda *_: True)
-    net = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
-    trained(net)
-    head = net.base_model.model.lm_head
-    fresh = ht.quantize_(torch.nn.Linear(64, 96, bias=False), "fp8", persistent=persistent)
-    fresh.weight.data = values(head.base_layer.weight) + head.get_delta_weight("default")
-    merged = net.merge_and_unload()
-    assert torch.equal(merged.lm_head.weight.dequantize(), fresh.weight.dequantize())
-    assert merged.lm_head.weight is merged.get_input_embeddings().weight
