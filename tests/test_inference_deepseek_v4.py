@@ -175,13 +175,11 @@ def test_the_configuration_of_released_files(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_loads_it(tmp_path):
-    """Its reader of whole folders dequantizes, as where no kernels are."""
+    """Its reader of whole folders dequantizes where no kernels are, and where it is asked to."""
     model = quantized()
     folder = ht.export_pretrained(model, tmp_path / "out", LAYOUT)
-    loaded, told = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, output_loading_info=True,
-        quantization_config=FineGrainedFP8Config(dequantize=True),
-    )  # fmt: skip
+    asked = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if torch.cuda.is_available() else {}
+    loaded, told = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True, **asked)
     assert not any(told.values())
     for name, mine in loaded.named_parameters():
         assert torch.equal(mine.float(), values(model, name).bfloat16().float()), name

@@ -173,7 +173,15 @@ def test_initializers_of_persistent_weights(recipe, shape):
 
 @pytest.mark.parametrize("recipe", ["fp8", "mxfp8"])
 @pytest.mark.parametrize(
-    "read", [nn.utils.parametrizations.spectral_norm, lambda layer: torch.linalg.matrix_norm(layer.weight)]
+    "read",
+    [
+        nn.utils.parametrizations.spectral_norm,
+        lambda layer: torch.linalg.matrix_norm(layer.weight),
+        pytest.param(
+            lambda layer: nn.init.trunc_normal_(layer.weight),
+            marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="torch's reads nothing before 2.12"),
+        ),
+    ],
 )
 def test_the_error_of_reading_a_persistent_parameter_says_what_can_be_read(recipe, read):
     layer = ht.quantize_(nn.Sequential(nn.Linear(64, 128)), recipe, persistent=True)[0]

@@ -236,6 +236,9 @@ READS = {
     "fake_quantize of rows": lambda w: torch.fake_quantize_per_channel_affine(w, ROWS, ROWS.int() * 0, 0, -128, 127),
     "to_int": lambda w: w.to(torch.int32), "allclose": lambda w: torch.tensor(torch.allclose(w, w)),
     "vector": lambda w: nn.utils.parameters_to_vector([w]),
+    "index_copy": lambda w: w.index_copy(0, torch.tensor([0, 2]), torch.ones(2, 8)),
+    "index_fill": lambda w: w.index_fill(0, torch.tensor([1]), 3.0),
+    "index_put": lambda w: w.index_put((torch.tensor([0, 2]),), torch.ones(2, 8)),
 }  # fmt: skip
 
 
