@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from hybridtensor.ops.library import is_captured
+from hybridtensor.ops.library import is_captured, is_captured_on_cuda
 
 Stream = int | tuple[int, int]
 """The handle of a CUDA stream, with the number of the capture while one is captured on it; 0 on a CPU."""
@@ -23,7 +23,7 @@ def stream_of(tensor: Tensor) -> Stream:
     if not tensor.is_cuda:
         return 0
     stream: int = torch._C._cuda_getCurrentRawStream(tensor.device.index)
-    if not is_captured():
+    if not is_captured_on_cuda():
         return stream
     status, number = ctypes.c_int(), ctypes.c_uint64()
     found = ctypes.byref(status), ctypes.byref(number), None, None, None

@@ -180,9 +180,14 @@ def backward_with_callbacks() -> int:
     return -1 if is_compiled else backward_that_runs()
 
 
+# Where a tensor of the device is at hand: that CUDA is initialized takes longer to ask than this.
+is_captured_on_cuda: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
+"""``is_captured`` for code that runs on a CUDA device; raises on others."""
+
+
 def is_captured() -> bool:
     """Return whether a CUDA graph is captured, whose replays skip Python."""
-    return bool(_cuda_is_there() and torch._C._cuda_isCurrentStreamCapturing())
+    return bool(_cuda_is_there() and is_captured_on_cuda())
 
 
 def is_recorded() -> bool:

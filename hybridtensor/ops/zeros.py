@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridtensor.ops.captures import Stream, stream_of
 from hybridtensor.ops.kernel_library import aligned_fp32, lasting
-from hybridtensor.ops.library import is_captured
+from hybridtensor.ops.library import is_captured, is_captured_on_cuda
 
 _IN_CAPTURE = 4096  # numbers of a capture that are filled at once
 _SINGLE = 256  # single numbers that are filled at once: 302 launches less in a step of Llama 1.2 B
@@ -57,7 +57,7 @@ def zeros(size: int, like: Tensor) -> Tensor:
 def zero(like: Tensor) -> Tensor:
     """Return an unused fp32 zero ``[1]`` on a tensor's device."""
     device = like.device
-    if device.type != "cuda" or is_captured():  # every replay raises it again
+    if device.type != "cuda" or is_captured_on_cuda():  # every replay raises it again
         return zeros(1, like)
     return one_of(device, torch._C._cuda_getCurrentRawStream(device.index))
 

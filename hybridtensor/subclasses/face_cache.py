@@ -206,7 +206,7 @@ class FaceCache:
         for place, view in list(views.items()):  # another thread may store faces
             lacks = lacks or view.column is None
             if frees:
-                views[place] = view._replace(row=None)
+                views[place] = CachedFaces(None, *view[1:])
         # Where none is to be made, backward need not look through the bucket for others.
         self.awaits_column = lacks and (forward.backward_follows or self.awaits_column)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -26,8 +25,6 @@ from hybridtensor.subclasses.face_cache import (
 )
 from hybridtensor.subclasses.intercepting import InterceptingTensor
 from hybridtensor.subclasses.observing import for_products_of_weight, observers
-
-_NOTHING = contextlib.nullcontext()
 
 
 class QuantizedWhenUsed(InterceptingTensor):
@@ -182,24 +179,34 @@ class QuantizedWhenUsed(InterceptingTensor):
             columnwise: Whether the columnwise face is needed now.
             amax_record: Where amaxes are recorded if faces are quantized now.
         """
+        if (
+            torch.is_grad_enabled()
+        ):  # asking takes less time than ``no_grad``, in which autograd functions run already
+            with torch.no_grad():
+                return self.faces_in_eager_code(
+                    stamp,
+                    stream,
+                    context,
+                    forward=forward,
+                    columnwise=columnwise,
+                    amax_record=amax_record,
+                )
         record = self.record
         layer: Any = record.layer  # outside of graphs a LayerState, or None
-        # Autograd functions run without gradients already, and asking takes less time than ``no_grad``
-        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
-            # A checkpointing policy counts calls: a cast in its first pass only would shift what it has saved. Replays
-            # of a graph count no writes, but there are none while another graph is captured.
-            replayed = record.replayed or (layer is not None and layer.replayed)
-            if dispatch_modes() or (replayed and not isinstance(stream, tuple)):
-                if replayed:
-                    record.face_cache.clear()  # of those that a capture left
-                context = self.context_of_products(context, stamp.dtype)
-                rowwise = forward is not None
-                return self._new_faces(rowwise, columnwise, stamp.dtype, context, amax_record)
-            cached = record.face_cache.use(self.place, stamp, stream, forward)
-            made = self._with_missing(cached, stamp, forward, columnwise, amax_record, context)
-            if made is not cached:
-                record.face_cache.store(self.place, stamp, made, stream)
-            return made
+        # A checkpointing policy counts calls: a cast in its first pass only would shift what it has saved. Replays of a
+        # graph count no writes, but there are none while another graph is captured.
+        replayed = record.replayed or (layer is not None and layer.replayed)
+        if dispatch_modes() or (replayed and not isinstance(stream, tuple)):
+            if replayed:
+                record.face_cache.clear()  # of those that a capture left
+            context = self.context_of_products(context, stamp.dtype)
+            rowwise = forward is not None
+            return self._new_faces(rowwise, columnwise, stamp.dtype, context, amax_record)
+        cached = record.face_cache.use(self.place, stamp, stream, forward)
+        made = self._with_missing(cached, stamp, forward, columnwise, amax_record, context)
+        if made is not cached:
+            record.face_cache.store(self.place, stamp, made, stream)
+        return made
 
     def _with_missing(
         self,

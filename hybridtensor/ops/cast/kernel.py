@@ -117,7 +117,7 @@ def _compile_for_other_lengths(x: Tensor, key: _Key, inputs: CastInputs) -> None
             inputs = inputs._replace(prologue=prologue.with_rows(other))
         # With a hint, the second cast runs other kernels
         for _ in range(1 if inputs.hint is None else 2):
-            cast.tensors(zeros, inputs)  # recorded amaxes stay what they are
+            cast.run(zeros, inputs)  # recorded amaxes stay what they are
 
 
 @functools.cache
@@ -238,17 +238,12 @@ class KernelCast(PreparedCast):
 
     def run(self, x: Tensor, inputs: CastInputs) -> Faces:
         row, column = self.task.outputs
-        outs = self.tensors(x, inputs)
+        outs = row.empty(), column.empty()
+        self._write(x, outs, inputs)
         return (
             None if row.kind is None else Face.of(outs[0], row.kind),
             None if column.kind is None else Face.of(outs[1], column.kind),
         )
-
-    def tensors(self, x: Tensor, inputs: CastInputs) -> Outs:
-        row, column = self.task.outputs
-        outs = row.empty(), column.empty()
-        self._write(x, outs, inputs)
-        return outs
 
     def run_into(self, x: Tensor, out: list[Tensor], inputs: CastInputs) -> None:
         self._write(x, (out[: self.of_row], out[self.of_row :]), inputs)
