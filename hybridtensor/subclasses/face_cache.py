@@ -199,7 +199,8 @@ class FaceCache:
     def end_forward(self, policy: str, forward: ForwardUse) -> None:
         """Release what a forward used and nothing will use again."""
         awaited = self._forwards + self._evaluated < self._expected
-        again = awaited or self._is_reused or (not forward.trained and self._evaluations > 1)
+        reused = self._forwards > 1 or self._last_forwards > 1  # as with microbatches
+        again = awaited or reused or (not forward.trained and self._evaluations > 1)
         frees = policy == "never" or (policy == "auto" and not again)
         views = self._views
         lacks = not views
@@ -217,8 +218,8 @@ class FaceCache:
         self._backwards += 1
         self.awaits_column = False
         forwards, last = self._forwards, self._last_forwards
-        is_over = last > 1 and forwards <= last <= self._backwards
-        if policy == "always" or (policy == "auto" and self._is_reused and not is_over):
+        reused, is_over = forwards > 1 or last > 1, last > 1 and forwards <= last <= self._backwards
+        if policy == "always" or (policy == "auto" and reused and not is_over):
             return
         if policy == "auto" and self._forwards + self._evaluated < self._expected:
             views = self._views
@@ -247,11 +248,6 @@ class FaceCache:
     def is_evaluated(self) -> bool:
         """Whether evaluations use the weight in each step, too, as one before or after the forward of training."""
         return self._expected > 0
-
-    @property
-    def _is_reused(self) -> bool:
-        """Whether several forwards between two writes use the weight, as with microbatches."""
-        return self._forwards > 1 or self._last_forwards > 1
 
 
 def place_of(plain: Tensor) -> Place:
