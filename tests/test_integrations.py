@@ -74,6 +74,40 @@ def test_savers_of_raw_memory_never_write_garbage(tmp_path):
         assert torch.equal(load_file(tmp_path / "w.safetensors")["w"], tensor.dequantize())
 
 
+@pytest.mark.filterwarnings("ignore:.*persistent weights whose values are bfloat16:UserWarning")
+@pytest.mark.parametrize("copied", [False, True], ids=["itself", "a copy"])  # as of a GPU's tensors
+@pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
+def test_savers_of_raw_memory_write_the_values_of_persistent_weights(tmp_path, masters, copied):
+    """Those that no optimizer saves, from which training goes on; beside masters, those of the faces, which load so."""
+
+    def trained(steps):
+        torch.manual_seed(0)
+        net = ht.quantize_(nn.Linear(32, 16, bias=False, dtype=torch.bfloat16), "fp8", persistent=True)
+        kind = torch.optim.SGD
+        made = ht.optim.MasterWeights(kind, net.parameters(), lr=0.1) if masters else kind(net.parameters(), lr=0.1)
+        train(net, made, steps)
+        return net, made
+
+    def train(net, optimizer, steps):
+        for _ in range(steps):
+            net(torch.ones(2, 32, dtype=torch.bfloat16)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    net, optimizer = trained(2)
+    saved = net.state_dict()
+    save_file({name: t.clone() if copied else t for name, t in saved.items()}, tmp_path / "w.safetensors")
+    values = load_file(tmp_path / "w.safetensors")["weight"]
+    assert torch.equal(values, net.weight.dequantize() if masters else saved["weight"].known_values)
+    again, other = trained(1)
+    again.load_state_dict({"weight": values})
+    assert torch.equal(again.weight.rowwise.qdata.float(), net.weight.rowwise.qdata.float())
+    if not masters:
+        train(net, optimizer, 1)
+        train(again, other, 1)
+        assert torch.equal(again.weight.known_values, net.weight.known_values)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 class TestDistributedCheckpoint:
     def state(self, model, optimizer):

@@ -48,7 +48,7 @@ class HybridTensor(InterceptingTensor):
         is_of_all_ranks: Whether this is the tokens of all ranks, whose gradient is summed over them:
             only column-parallel layers may read it.
         is_saved: Whether this is of a state dict: savers that ask for its memory, as safetensors do,
-            get that of its values.
+            get that of its values; see ``_saved``.
     """
 
     ops = OpTable(
@@ -265,10 +265,16 @@ class HybridTensor(InterceptingTensor):
         return self._saved().data_ptr() if self.is_saved else super().data_ptr()
 
     def _saved(self) -> Tensor:
-        """Return the cached high-precision values as a plain tensor, valid until they are written."""
-        versions = tuple(version_of(tensor) for tensor in flatten(self)[0])
+        """Return the values that no optimizer saves, or those of the faces; cached until they are written."""
+        # An optimizer saves its masters itself: beside them the values of the faces load as the same faces, which
+        # masters that are rounded to this dtype need not. A copy: of tensors that share memory, as tied ones would,
+        # Transformers asks where each begins and ends.
+        original = self.original
+        read = [*flatten(self)[0], *([] if original is None else [original])]
+        versions = tuple(version_of(tensor) for tensor in read)
         if self._plain is None or self._plain[0] != versions:
-            self._plain = versions, self.dequantize().contiguous()
+            values = self.dequantize() if original is None else original.to(self.dtype, copy=True)
+            self._plain = versions, values.contiguous()
         return self._plain[1]
 
     def numpy(self, *, force: bool = False) -> Any:

@@ -53,9 +53,9 @@ def test_save_pretrained_and_from_pretrained(tied, persistent, tmp_path):
     model = ht.quantize_(make(tied), "fp8", persistent=persistent, filter_fn=everything)
     model.save_pretrained(tmp_path)
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    values = ht.plain_state_dict(model)  # nobody has stepped them
     for name, value in loaded.named_parameters():
-        own = model.get_parameter(name)
-        assert torch.equal(value, own.dequantize() if ht.subclasses.is_converted(own) else own), name
+        assert torch.equal(value, values[name]), name
 
 
 @KINDS

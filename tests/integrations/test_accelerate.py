@@ -107,6 +107,34 @@ def test_one_process_is_the_loop_by_hand(recipe):
     check(accelerated(recipe), recipe, tolerance=0.0)
 
 
+@pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_block", "mxfp8", "nvfp4"])
+def test_saved_persistent_weights_train_on(recipe, masters, tmp_path):
+    """Bit for bit, from the plain values in the files that ``save_state`` writes by default."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = ht.quantize_(make()[0].bfloat16(), recipe, persistent=True)
+    kind, options = torch.optim.AdamW, {"lr": 1e-2}
+    optimizer = (
+        ht.optim.MasterWeights(kind, model.parameters(), **options) if masters else kind(model.parameters(), **options)
+    )
+    ht.step_after(optimizer, model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def train(steps, seed):
+        torch.manual_seed(seed)
+        for _ in range(steps):
+            accelerator.backward(model(torch.randn(16, 64, dtype=torch.bfloat16)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return [weight.dequantize() for weight in model.parameters()]
+
+    train(3, 0)
+    accelerator.save_state(tmp_path)
+    expected = train(3, 1)
+    accelerator.load_state(tmp_path)
+    assert all(map(torch.equal, train(3, 1), expected))
+
+
 def on_two_ranks(rank, kind):
     warnings.simplefilter("ignore")  # of Accelerate
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
