@@ -53,7 +53,7 @@ def requested_gradients(ctx: Ctx, needs: Needs, state: StateTensors | None) -> N
             f"{torch.__version__} frees the nodes of autograd functions before the second; use GPipe, 1F1B or "
             "Interleaved1F1B, or torch 2.13"
         )
-    return needs if asked == [*needs] else Needs(*asked)
+    return Needs(*asked)
 
 
 def _is_first_part() -> bool:

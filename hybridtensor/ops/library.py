@@ -180,9 +180,9 @@ def backward_with_callbacks() -> int:
     return -1 if is_compiled else backward_that_runs()
 
 
-# Where a tensor of the device is at hand: that CUDA is initialized takes longer to ask than this.
+# Private. ``is_captured`` asks first whether CUDA is initialized, which takes longer than this.
 is_captured_on_cuda: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
-"""``is_captured`` for code that runs on a CUDA device; raises on others."""
+"""``is_captured`` for code that has a CUDA tensor; raises where CUDA is not initialized."""
 
 
 def is_captured() -> bool:

@@ -103,7 +103,8 @@ class CastPlan:
                 state has no counter for random rounding, or is on another device.
         """
         needs, state, after = self.needs, context.state, context.after
-        if needs.whole_blocks and not (context.direct and matrix.shape[-1] in self._whole):
+        is_known = context.direct and matrix.shape[-1] in self._whole  # as mostly
+        if needs.whole_blocks and not is_known:
             self._check_whole_blocks(matrix, context)
         row_amax, column_amax = context.amaxes if amaxes is None else amaxes
         common = None if state is None else state.common_amax

@@ -190,16 +190,16 @@ class FaceCache:
         if policy == "auto":
             # Faces of all weights that outlive their use were 2.4 of 19.8 GiB. Making the columnwise one in backward
             # costs one more read of the weight, 0.3 % of a step at most.
-            step = self._forwards > 1 or self._last_forwards > 1
+            reused = self._forwards > 1 or self._last_forwards > 1  # as with microbatches
             # A forward inside of a backward recomputes, and the backward behind it asks next: one cast makes both
             # faces.
-            return step or backward_that_runs() != -1, step
+            return reused or backward_that_runs() != -1, reused
         return policy == "always", policy == "always"
 
     def end_forward(self, policy: str, forward: ForwardUse) -> None:
         """Release what a forward used and nothing will use again."""
         awaited = self._forwards + self._evaluated < self._expected
-        reused = self._forwards > 1 or self._last_forwards > 1  # as with microbatches
+        reused = self._forwards > 1 or self._last_forwards > 1
         again = awaited or reused or (not forward.trained and self._evaluations > 1)
         frees = policy == "never" or (policy == "auto" and not again)
         views = self._views
@@ -207,7 +207,7 @@ class FaceCache:
         for place, view in list(views.items()):  # another thread may store faces
             lacks = lacks or view.column is None
             if frees:
-                views[place] = CachedFaces(None, *view[1:])
+                views[place] = view._replace(row=None)
         # Where none is to be made, backward need not look through the bucket for others.
         self.awaits_column = lacks and (forward.backward_follows or self.awaits_column)
 

@@ -265,10 +265,11 @@ class HybridTensor(InterceptingTensor):
         return self._saved().data_ptr() if self.is_saved else super().data_ptr()
 
     def _saved(self) -> Tensor:
-        """Return the values that no optimizer saves, or those of the faces; cached until they are written."""
-        # An optimizer saves its masters itself: beside them the values of the faces load as the same faces, which
-        # masters that are rounded to this dtype need not. A copy: of tensors that share memory, as tied ones would,
-        # Transformers asks where each begins and ends.
+        """Return a plain copy of the weight's original, or of the values of its faces where an optimizer has masters;
+        cached until they are written."""
+        # Nothing else saves an original, while masters are in their optimizer's state. The values of the faces load as
+        # the same faces; masters, rounded to this dtype, might not.
+        # A copy, because Transformers refuses tied weights that share memory and have no addresses of single elements.
         original = self.original
         read = [*flatten(self)[0], *([] if original is None else [original])]
         versions = tuple(version_of(tensor) for tensor in read)

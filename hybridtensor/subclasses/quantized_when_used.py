@@ -179,9 +179,8 @@ class QuantizedWhenUsed(InterceptingTensor):
             columnwise: Whether the columnwise face is needed now.
             amax_record: Where amaxes are recorded if faces are quantized now.
         """
-        if (
-            torch.is_grad_enabled()
-        ):  # asking takes less time than ``no_grad``, in which autograd functions run already
+        # Autograd functions run without gradients already, and asking takes less time than ``no_grad``
+        if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.faces_in_eager_code(
                     stamp,
