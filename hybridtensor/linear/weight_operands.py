@@ -37,7 +37,7 @@ from hybridtensor.quantizers.hybrid import by_direction
 from hybridtensor.quantizers.plans import recorded_in_backward
 from hybridtensor.state import Context, StateTensors, layer_of
 from hybridtensor.subclasses import HybridTensor, MasterWeight
-from hybridtensor.subclasses.face_cache import ForwardUse, Seen
+from hybridtensor.subclasses.face_cache import ForwardUse
 from hybridtensor.subclasses.observing import for_products_of_weight
 
 
@@ -90,10 +90,22 @@ class MasterOperand(Operand):
             raise RuntimeError(
                 "linear: second backward through a freed graph; pass retain_graph=True to the first backward"
             )
-        config = getattr(weight, "config", None)  # what stands there may be no weight of ours
-        same_recipe = config is self._config or config == self._config
-        seen = self._unchanged(weight, same_recipe)
-        if same_recipe:
+        # What stands there now may be no weight of ours
+        known = isinstance(weight, MasterWeight) and weight.record is self._record
+        seen = weight.seen(self._dtype) if known else None
+        # Counted writes only: that an alias may have written is no reason to raise.
+        if seen is None or seen.writes != self._seen.writes:
+            raise RuntimeError(
+                f"grad_input: the weight of {layer_of(self._context.state)} was written or replaced between its "
+                "forward and backward; do that after backward, or leave the layer out of quantize_ (keep_bf16)"
+            )
+        if weight.config is self._config or weight.config == self._config:
+            if seen.stamp.scales != self._seen.stamp.scales:
+                raise RuntimeError(
+                    f"grad_input: the scales of the weight of {layer_of(self._context.state)} changed between its "
+                    "forward and backward; call step_, and write weights that have a common_scale with it, after "
+                    "backward"
+                )
             if self._record.face_cache.awaits_column:
                 bucket = bucket_of(weight)
                 if bucket is not None:  # those of all whose forward is over, in one launch
@@ -115,24 +127,6 @@ class MasterOperand(Operand):
                 context=self._context,
             )
         return required_columnwise(column)
-
-    def _unchanged(self, weight: MasterWeight, same_recipe: bool) -> Seen:
-        """Return the weight's state now; raise RuntimeError if it, or a scale of the same recipe, was written since
-        forward."""
-        replaced = not isinstance(weight, MasterWeight) or weight.record is not self._record
-        seen = self._seen if replaced else weight.seen(self._dtype)
-        # Counted writes only: that an alias may have written is no reason to raise.
-        if replaced or seen.writes != self._seen.writes:
-            raise RuntimeError(
-                f"grad_input: the weight of {layer_of(self._context.state)} was written or replaced between its "
-                "forward and backward; do that after backward, or leave the layer out of quantize_ (keep_bf16)"
-            )
-        if same_recipe and seen.stamp.scales != self._seen.stamp.scales:
-            raise RuntimeError(
-                f"grad_input: the scales of the weight of {layer_of(self._context.state)} changed between its "
-                "forward and backward; call step_, and write weights that have a common_scale with it, after backward"
-            )
-        return seen
 
     def release(self, *, used: bool) -> None:
         if used:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -171,17 +171,22 @@ def _launch(
 implement("dequantize", dequantize_cuda)
 
 
-def multipliable_values(face: Face, dtype: torch.dtype) -> Tensor:
-    """Return the elements in ``dtype`` times the scales that vary along the contraction and fit exactly; only inside
-    operators."""
-    fmt, scale = face.format, face.scale
-    if scale is None or fmt.values_of is not None:
-        return face.qdata.to(dtype)
-    if face.qdata.is_cuda:
-        return dequantize_cuda(face.qdata, scale, None, fmt, dtype, False)
-    if fmt.scale_fits or fmt.elements_per_byte > 1:
-        return dequantize_reference(face.qdata, scale, None, fmt, dtype, False)
-    return face.qdata.to(dtype)  # what the definition comes to
+def multipliable_values(faces: Sequence[Face], dtype: torch.dtype) -> list[Tensor]:
+    """Return of each face the elements in ``dtype`` times the scales that vary along the contraction and fit exactly;
+    only inside operators."""
+    found = []
+    for face in faces:
+        fmt, scale, values = face.format, face.scale, face.qdata
+        if scale is None or fmt.values_of is not None:
+            values = values.to(dtype)
+        elif values.is_cuda:
+            values = dequantize_cuda(values, scale, None, fmt, dtype, False)
+        elif fmt.scale_fits or fmt.elements_per_byte > 1:
+            values = dequantize_reference(values, scale, None, fmt, dtype, False)
+        else:
+            values = values.to(dtype)  # what the definition comes to
+        found.append(values)
+    return found
 
 
 def face_values(face: Face, dtype: torch.dtype) -> Tensor:

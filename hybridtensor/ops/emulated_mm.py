@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -40,10 +40,10 @@ def multiply_emulated(
         dtype = (a if a.scale is None else b).qdata.dtype
     if device_type != "cuda":
         dtype = torch.float32  # the only CPU product with an fp32 result
-    left, right = multipliable_values(a, dtype), multipliable_values(b, dtype)
+    left, right = multipliable_values((a, b), dtype)
     if left.shape[1] != right.shape[1]:
         left, right = _of_one_length(left, right)
-    left_factor, right_factor = sum_factor(a), sum_factor(b)
+    left_factor, right_factor = sum_factors((a, b))
     if a.format.drawn_signs and left_factor is not None:
         left_factor = nan_under_other_signs(left_factor, a, b)
     partial = a.format.scales_partial_sums or b.format.scales_partial_sums
@@ -72,11 +72,18 @@ def _of_one_length(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return F.pad(left, (0, longer - left.shape[1])), F.pad(right, (0, longer - right.shape[1]))
 
 
-def sum_factor(face: Face) -> Tensor | None:
-    """Return the factor of the whole sum of each row, fp32 ``[1 or other, 1]``, or None."""
-    if face.tensor_scale is not None:
-        return without_signs(face.tensor_scale, face.format) * (1.0 / face.format.tensor_scale_max)
-    return face.scale if face.format.block[1] is None else None
+def sum_factors(faces: Sequence[Face]) -> list[Tensor | None]:
+    """Return of each face the factor of the whole sum of each row, fp32 ``[1 or other, 1]``, or None."""
+    factors = []
+    for face in faces:
+        fmt, scale = face.format, face.tensor_scale
+        if scale is None:
+            factor = face.scale if fmt.block[1] is None else None
+        else:
+            of_faces = without_signs(scale, fmt) if fmt.drawn_signs else scale
+            factor = of_faces * (1.0 / fmt.tensor_scale_max)
+        factors.append(factor)
+    return factors
 
 
 def _sum_of_blocks(

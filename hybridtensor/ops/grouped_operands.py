@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridtensor.formats import Format
 from hybridtensor.kernels.groups import Address, Side, SideConstants
 from hybridtensor.ops.dequantize import face_values, multipliable_values, signs_of, without_signs
-from hybridtensor.ops.emulated_mm import sum_factor
+from hybridtensor.ops.emulated_mm import sum_factors
 from hybridtensor.ops.face import Face, Groups
 
 PARTIAL = 128  # entries of the contraction that share a scale of partial sums
@@ -81,11 +81,12 @@ def kernel_operand(
     data, partial = face.qdata, fmt.block[1] == PARTIAL
     if dtype is not None:
         flat = _by_rows(face, groups) if rowwise and fmt.scale_fits else _as_matrix(face)
-        values, partial = multipliable_values(flat, dtype), fmt.scales_partial_sums
+        (values,), partial = multipliable_values((flat,), dtype), fmt.scales_partial_sums
         data = values.view(*data.shape[:-1], values.shape[1])
+    (factor,) = sum_factors((face,))
     return KernelOperand(
         data,
-        sum_factor(face),
+        factor,
         face.scale if partial else None,
         (fmt.block[0] or 1) if partial else 0,
         padded=True,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from hybridtensor.formats import Format
-from hybridtensor.ops.emulated_mm import sum_factor
+from hybridtensor.ops.emulated_mm import sum_factors
 from hybridtensor.ops.epilogue import scale_and_round
 from hybridtensor.ops.face import Face
 from hybridtensor.ops.reencoding import Reencoded, reencodes
@@ -226,7 +226,7 @@ def _multiply_nvfp4(
         scale_a, ScalingType.BlockWise1x16, scale_b, ScalingType.BlockWise1x16,
         swizzle_a=SwizzleType.SWIZZLE_32_4_4, swizzle_b=SwizzleType.SWIZZLE_32_4_4, output_dtype=torch.float32,
     )  # fmt: skip
-    left_factor, right_factor = sum_factor(a), sum_factor(b)
+    left_factor, right_factor = sum_factors((a, b))
     if left_factor is None or right_factor is None:
         raise ValueError(f"scaled_mm: tensor scales are required, got {a.format} and {b.format}")
     return scale_and_round(

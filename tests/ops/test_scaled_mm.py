@@ -13,7 +13,7 @@ from tiers import covered
 from hybridtensor import formats, ops
 from hybridtensor.formats import IDENTITY, get_format
 from hybridtensor.ops.dequantize import dequantize, multipliable_values
-from hybridtensor.ops.emulated_mm import block_factor, sum_factor
+from hybridtensor.ops.emulated_mm import block_factor, sum_factors
 from hybridtensor.ops.face import Face
 from hybridtensor.ops.native_mm import native_kind
 from hybridtensor.ops.references.nvfp4 import unpack
@@ -133,7 +133,7 @@ def test_finite_operands_of_any_size_give_no_nan_in_emulation():
     zero_sum = huge * torch.tensor([1.0, -1.0]).repeat(16)
     for fmt in (TENSOR, MX, MX_GRAD, NV, BLOCKS_FP32):
         a, b = face(zero_sum, fmt)[0], face(huge, fmt)[0]
-        assert multipliable_values(a, torch.bfloat16).isfinite().all()
+        assert multipliable_values([a], torch.bfloat16)[0].isfinite().all()
         if fmt.pow2_scale:
             continue  # such scales are in the values, whose products are beyond fp32
         assert (scaled_mm(a, b, out_dtype=torch.float32) == 0).all()
@@ -150,9 +150,10 @@ def test_a_tensor_scale_multiplies_the_product(device):
 @pytest.mark.parametrize("fmt", [BLOCKS, SQUARES, MX, MX_SQUARES, NV, NV_SQUARES, NV_ROWS, TENSOR, ROW], ids=str)
 def test_values_in_bfloat16_times_the_factor_are_exact(fmt, device):
     operand, values = face(random_tensor(64, 128, device=device), fmt)
-    factor = sum_factor(operand)
+    (factor,) = sum_factors([operand])
     assert not operand.format.scales_partial_sums
-    got = multipliable_values(operand, torch.bfloat16).double() * (1 if factor is None else factor.double())
+    (codes,) = multipliable_values([operand], torch.bfloat16)
+    got = codes.double() * (1 if factor is None else factor.double())
     torch.testing.assert_close(got, values, rtol=2.0**-23, atol=0)  # the factor's own rounding
 
 
@@ -161,7 +162,7 @@ def test_fp32_block_scales_stay_out_of_bfloat16_values(fmt, device):
     operand, values = face(random_tensor(130, 256, device=device), fmt)
     assert operand.format.scales_partial_sums
     for start in (0, 128):
-        codes = multipliable_values(operand, torch.bfloat16)[:, start : start + 128].double()
+        codes = multipliable_values([operand], torch.bfloat16)[0][:, start : start + 128].double()
         assert torch.equal(codes * block_factor(operand, start, start + 128).double(), values[:, start : start + 128])
     with pytest.raises(ValueError, match=r"a range inside a block of 128 is required, got \[64, 192\)"):
         block_factor(operand, 64, 192)

@@ -1,7 +1,7 @@
 """Faces of values, which products compute with where the device has no such elements.
 
 Oracle: the face of elements and scales that the same cast makes, whose values ``multipliable_values`` and
-``sum_factor`` return; products of both are compared bit for bit.
+``sum_factors`` return; products of both are compared bit for bit.
 """
 
 import pickle
@@ -24,7 +24,7 @@ from hybridtensor.formats import (
 )
 from hybridtensor.ops import Face, FaceKind
 from hybridtensor.ops.dequantize import multipliable_values
-from hybridtensor.ops.emulated_mm import sum_factor
+from hybridtensor.ops.emulated_mm import sum_factors
 from hybridtensor.ops.native_mm import native_kind
 from hybridtensor.ops.scaled_mm import multiplies_values
 from hybridtensor.testing import edge_tensor, random_tensor
@@ -56,9 +56,9 @@ def check(run, x, row, column, *, source=None):  # noqa: F811
             if got.format is codes.format:
                 assert all(map(torch.equal, map(bits, got.tensors()), map(bits, codes.tensors())))
                 continue
-            expected = multipliable_values(codes, torch.bfloat16)
+            (expected,) = multipliable_values([codes], torch.bfloat16)
             torch.testing.assert_close(got.qdata, expected, rtol=0, atol=0, equal_nan=True)
-            factor = sum_factor(codes)
+            (factor,) = sum_factors([codes])
             assert (got.scale is None) == (factor is None)
             assert factor is None or torch.equal(got.scale, factor)
 

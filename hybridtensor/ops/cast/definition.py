@@ -16,7 +16,7 @@ from hybridtensor.formats import Format
 from hybridtensor.ops.cast.prepared import Faces, PreparedCast
 from hybridtensor.ops.cast.request import Cast, CastInputs, CastRequest, check_rules
 from hybridtensor.ops.dequantize import dequantize_reference, multipliable_values
-from hybridtensor.ops.emulated_mm import sum_factor
+from hybridtensor.ops.emulated_mm import sum_factors
 from hybridtensor.ops.face import Face
 from hybridtensor.ops.references import eden, float8, mx, nvfp4
 from hybridtensor.ops.references.blocks import block_amax
@@ -77,7 +77,8 @@ reference_cast = functools.lru_cache(maxsize=1024)(ReferenceCast)
 
 
 def _values(face: Face, fmt: Format) -> Face:
-    return Face(multipliable_values(face, torch.bfloat16), sum_factor(face), None, fmt)
+    (values,), (factor,) = multipliable_values((face,), torch.bfloat16), sum_factors((face,))
+    return Face(values, factor, None, fmt)
 
 
 def _columnwise(
