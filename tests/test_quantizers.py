@@ -353,6 +353,25 @@ def test_a_quantizer_that_leaves_a_face_out_is_named():
         HybridQuantizer(Float8Quantizer(), Forgetful()).quantize(random_tensor(6, 10))
 
 
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+def test_amaxes_of_a_context_that_do_not_fit_are_refused(granularity, device):
+    quantizer, x = Float8Quantizer(granularity=granularity), random_tensor(32, 64, device=device)
+    for size, dtype in ((2, torch.float32), (1, torch.float64), (32, torch.float64)):
+        context = Context(amaxes=(torch.ones(size, dtype=dtype, device=device), None))
+        with pytest.raises(ValueError, match="quantize: row_amax in float32 of shape"):
+            quantizer.faces(x, rowwise=True, columnwise=False, dtype=x.dtype, context=context)
+
+
+def test_a_request_whose_source_is_another_face_is_refused(device):
+    class Mixed(Float8Quantizer):
+        def request(self, **options):
+            made = super().request(**options)
+            return made._replace(source=made.row._replace(pow2_scale=True))
+
+    with pytest.raises(ValueError, match="a columnwise face of the rowwise one is required"):
+        Mixed().quantize(random_tensor(32, 64, device=device))
+
+
 class TestStochasticRounding:
     QUANTIZER = NVFP4Quantizer(rounding="stochastic")
 

@@ -297,7 +297,7 @@ def _backward(ctx: _Ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.has_groups:
         products = products.with_ends(saved.pop())
     is_quantized = isinstance(grad_output, HybridTensor)
-    grad = grad_output if is_quantized or grad_output.dim() == 2 else tokens(grad_output)
+    grad = grad_output if is_quantized else tokens(grad_output)
     direct = runs_directly(plain_part(grad) if is_quantized else grad)
     if not direct and is_batched(grad_output):
         require_high_precision(products.config, state)

@@ -172,8 +172,8 @@ implement("dequantize", dequantize_cuda)
 
 
 def multipliable_values(faces: Sequence[Face], dtype: torch.dtype) -> list[Tensor]:
-    """Return of each face the elements in ``dtype`` times the scales that vary along the contraction and fit exactly;
-    only inside operators."""
+    """Return each face's elements in ``dtype``, times the scales that vary along the contraction and fit exactly; only
+    inside operators."""
     found = []
     for face in faces:
         fmt, scale, values = face.format, face.scale, face.qdata

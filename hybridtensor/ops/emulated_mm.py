@@ -73,15 +73,14 @@ def _of_one_length(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sum_factors(faces: Sequence[Face]) -> list[Tensor | None]:
-    """Return of each face the factor of the whole sum of each row, fp32 ``[1 or other, 1]``, or None."""
+    """Return each face's factor of the whole sum of a row, fp32 ``[1 or other, 1]``, or None."""
     factors = []
     for face in faces:
-        fmt, scale = face.format, face.tensor_scale
-        if scale is None:
-            factor = face.scale if fmt.block[1] is None else None
-        else:
-            of_faces = without_signs(scale, fmt) if fmt.drawn_signs else scale
-            factor = of_faces * (1.0 / fmt.tensor_scale_max)
+        fmt, factor = face.format, face.tensor_scale
+        if factor is not None:
+            factor = without_signs(factor, fmt) * (1.0 / fmt.tensor_scale_max)
+        elif fmt.block[1] is None:
+            factor = face.scale
         factors.append(factor)
     return factors
 

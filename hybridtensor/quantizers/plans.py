@@ -13,8 +13,6 @@ from hybridtensor.formats import Format
 from hybridtensor.ops import NO_INPUTS, Cast, CastInputs, CastRequest, Faces, Hint
 from hybridtensor.ops.amaxes import ReturnedAmaxes
 from hybridtensor.ops.cache import Cache
-from hybridtensor.ops.cast.definition import reference_cast
-from hybridtensor.ops.cast.kernel import cast_on_gpu
 from hybridtensor.ops.library import is_traced, runs_directly
 from hybridtensor.ops.references.blocks import amaxes_of_rows
 from hybridtensor.quantizers.own_faces import require_formats
@@ -66,12 +64,7 @@ class CastPlan:
         if not direct and is_traced() and context.role != "weight":
             context = _measured_by_the_graph(matrix, self.request, context)
         inputs = self.inputs(matrix, context)
-        request = self.run_request
-        if not direct:
-            return ops.prepare(matrix, request, inputs, direct=False).run(matrix, inputs)
-        # Of inputs that match the request, as those above do
-        cast = cast_on_gpu(matrix, request, inputs) if matrix.is_cuda else reference_cast(request)
-        return cast.run(matrix, inputs)
+        return ops.prepare(matrix, self.run_request, inputs, direct=direct).run(matrix, inputs)
 
     def of_measured(self, of_row: Tensor, of_column: Tensor) -> Amaxes:
         """Return those of two measured amaxes that the faces are scaled by."""

@@ -283,9 +283,7 @@ class QuantizedWhenUsed(InterceptingTensor):
         """Quantize faces now, without caching; ``config`` and ``context`` replace the weight's own."""
         context = self.context if context is None else context
         config = self.config if config is None else config
-        values = self.plain
-        if config.bf16_weight_values:
-            values = weight_values(config, values)
+        values = weight_values(config, self.plain)
         if config.weight.requantizes:
             # Also under autocast: what the rowwise face holds is rounded once, not twice
             dtype = self.dtype

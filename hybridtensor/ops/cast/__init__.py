@@ -63,7 +63,7 @@ def prepare(
     if not (runs_directly(x) if direct is None else direct):
         check_inputs(x, request, inputs)
         return OperatorCast(request)
-    if x.is_cuda:
+    if x.is_cuda and x.numel():
         return cast_on_gpu(x, request, inputs)
     if inputs is not NO_INPUTS or request.source is not None:
         check_inputs(x, request, inputs)

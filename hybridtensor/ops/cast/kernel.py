@@ -76,16 +76,14 @@ _CASTS: Cache[tuple[object, ...], PreparedCast] = Cache()
 
 
 def cast_on_gpu(x: Tensor, request: CastRequest, inputs: CastInputs) -> PreparedCast:
-    """Return the cached cast: by kernels, or by the definition if ``x`` is empty or a format has no kernels."""
+    """Return the cached cast of a non-empty ``x``: by kernels, or by the definition for formats without kernels."""
     matrix = request, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT == 0
     key = matrix if inputs is NO_INPUTS else (*matrix, *_kinds(inputs))
     cast = _CASTS.get(key)
     if cast is None:
         check_rules(request)
         check_inputs(x, request, inputs)
-        if not x.numel():
-            cast = reference_cast(request)
-        elif request.has_kernels and request.is_face_by_face:
+        if request.has_kernels and request.is_face_by_face:
             row, column = request._replace(column=None), request._replace(row=None)
             of_row = cast_on_gpu(x, row, inputs_of_row(inputs))
             cast = FaceByFace(request, of_row, cast_on_gpu(x, column, inputs_of_column(inputs)))
